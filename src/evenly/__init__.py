@@ -1,0 +1,1 @@
+"""Evenly: train PyTorch models on several devices by changing one line."""

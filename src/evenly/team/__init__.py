@@ -1,0 +1,1 @@
+"""The processes behind a model: one per device beyond the first."""
