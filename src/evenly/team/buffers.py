@@ -1,0 +1,99 @@
+"""A module's buffers on their way from the driver, whose values are the truth, to the replicas."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from evenly.team.protocol import can_travel, receive_tensor, wire_form
+
+if TYPE_CHECKING:
+    from evenly.team.wire import Channel
+
+
+class Buffers:
+    """The buffers of a module, in an order that is the same in every process.
+
+    They are joined into one tensor per dtype, so that a model with hundreds of them costs a few messages, and sent
+    only when a value differs from what was sent last. Comparing the bytes is the only proof: writes through ``.data``
+    bump no version counter.
+
+    Buffers that require grad are leaves and travel as parameters do; sparse ones travel with the module.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._slots = [
+            (owner._buffers, name)  # pyright: ignore[reportPrivateUsage]
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]
+            if buffer is not None and can_travel(buffer) and not (buffer.is_leaf and buffer.requires_grad)
+        ]
+        self._groups: dict[torch.dtype, list[int]] = {}
+        for position, (owner, name) in enumerate(self._slots):
+            buffer = owner[name]
+            assert buffer is not None  # noqa: S101 - for the type checker: filtered above
+            self._groups.setdefault(buffer.dtype, []).append(position)
+        self.shapes = [buffer.shape for buffer in self.current()]
+        self._sent: dict[torch.dtype, Tensor] = {}
+        """What the driver sent last, on both sides, joined per dtype."""
+
+    def current(self) -> list[Tensor]:
+        """The buffers as they are now."""
+        return [owner[name] for owner, name in self._slots]  # pyright: ignore[reportReturnType]
+
+    def fits(self) -> bool:
+        """Whether the buffers still have the names, shapes and dtypes that the replicas know."""
+        try:
+            buffers = self.current()
+        except KeyError:
+            return False
+        if any(buffer is None for buffer in buffers) or [buffer.shape for buffer in buffers] != self.shapes:  # pyright: ignore[reportUnnecessaryComparison]
+            return False
+        return all(
+            buffers[position].dtype is dtype for dtype, positions in self._groups.items() for position in positions
+        )
+
+    def outgoing(self) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """What to send before a call: per dtype a description of the joined buffers, or None if unchanged; the data."""
+        if not self._slots:
+            return (), []
+        buffers = self.current()
+        specs: list[Any] = []
+        data: list[Tensor] = []
+        for dtype, positions in self._groups.items():
+            joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
+            sent = self._sent.get(dtype)
+            if sent is not None and _same_bytes(sent, joined):
+                specs.append(None)
+                continue
+            self._sent[dtype] = joined
+            spec, flat = wire_form(joined)
+            specs.append(spec)
+            data.append(flat)
+        return tuple(specs), data
+
+    def receive(self, channel: Channel, specs: tuple[Any, ...]) -> None:
+        """In a replica: take over what the driver sent, and undo what an earlier forward here did to the rest.
+
+        Values are written in place without bumping version counters, as batch normalisation itself does: a graph of
+        an earlier forward must not complain.
+        """
+        if not self._slots:
+            return
+        buffers = self.current()
+        for spec, (dtype, positions) in zip(specs, self._groups.items(), strict=True):
+            if spec is not None:
+                self._sent[dtype] = receive_tensor(channel, spec)
+            targets = [buffers[position].data for position in positions]
+            values = list(_unflatten_dense_tensors(self._sent[dtype], targets))
+            torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateUsage]
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equality in which NaN equals NaN."""
+    if a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

@@ -1,0 +1,107 @@
+"""The ambient state of a call that must be the same in every replica: grad mode, autocast, dtypes, flags, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from evenly.team.protocol import DTYPE_NUMBER, DTYPES
+
+Context: TypeAlias = "tuple[Any, ...]"
+"""Plain values in the order of :func:`capture`, so that it can be compared and sent as it is."""
+
+
+def capture(devices: int) -> Context:
+    """The caller's ambient state, for a call over ``devices`` replicas."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        DTYPE_NUMBER[torch.get_autocast_dtype("cpu")],
+        torch.is_autocast_cache_enabled(),
+        DTYPE_NUMBER[torch.get_default_dtype()],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        threads_per_replica(devices),
+    )
+
+
+_GLOBALS = slice(5, None)
+
+
+@contextlib.contextmanager
+def applied(context: Context, previous: Context | None) -> Iterator[None]:
+    """Run a block in ``context``. Process-wide settings stay set; those that ``previous`` set alike are left alone."""
+    grad, inference, autocast, autocast_dtype, cache, dtype, deterministic, warn_only, precision, threads = context
+    if previous is None or context[_GLOBALS] != previous[_GLOBALS]:
+        torch.set_default_dtype(DTYPES[dtype])
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
+    with contextlib.ExitStack() as stack:
+        if inference:
+            stack.enter_context(torch.inference_mode())
+        if autocast or not cache:
+            dtype = DTYPES[autocast_dtype]
+            stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast, cache_enabled=cache))
+        with torch.set_grad_enabled(grad):
+            yield
+
+
+@functools.cache
+def threads_per_replica(devices: int) -> int:
+    """Intra-op threads of each of ``devices`` CPU replicas: the cores shared out, or what ``OMP_NUM_THREADS`` says."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // max(devices, 1)))
+
+
+@contextlib.contextmanager
+def shared_cores(threads: int) -> Iterator[None]:
+    """Let the driver's own shard use its part of the cores, and give the caller all of them back."""
+    before = torch.get_num_threads()
+    if before == threads:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random_state() -> bytes:
+    """A digest of the driver's generators: torch's, Python's, and NumPy's where it is in use.
+
+    Every replica seeds itself from it at each call, so that a seed, or a restored state, reproduces a run.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    generator = torch.get_rng_state()
+    digest.update(ctypes.string_at(generator.data_ptr(), generator.numel()))  # `bytes(storage)` takes 7 ms
+    digest.update(hash(random.getstate()[1]).to_bytes(8, "little", signed=True))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)["state"]
+        digest.update(state["key"].tobytes() + int(state["pos"]).to_bytes(8, "little"))
+    return digest.digest()
+
+
+def seed(state: bytes, replica: int) -> None:
+    """Seed this process's generators from the driver's :func:`random_state` and the replica's number."""
+    number = int.from_bytes(hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest(), "little")
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number % 2**32)

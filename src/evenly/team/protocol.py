@@ -1,0 +1,113 @@
+"""What the driver says to a replica, and how tensors are described on the way.
+
+A header is a ``marshal``-encoded tuple: the fastest encoding of small built-in values that Python has, and fit for
+this use because both ends are the same interpreter. Whatever else must travel is pickled beforehand into ``bytes``.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from evenly.team.memory import dense_stride
+
+if TYPE_CHECKING:
+    from evenly.team.wire import Channel
+
+encode = marshal.dumps
+decode = marshal.loads
+
+
+class Command(IntEnum):
+    """The first element of every header that the driver sends. Those marked "answers" make the replica reply."""
+
+    STOP = 0
+    FREE = 1
+    """Forget values: their handles."""
+    SHIP = 2
+    """A module by value, its parameters by reference to shared memory."""
+    PATCH = 3
+    """What changed on a shipped module: attributes, train/eval flags, requires_grad."""
+    FORGET = 4
+    """Drop a model."""
+    PROBE = 5
+    """Run a throw-away copy on a few rows; answers with what the outputs are."""
+    CALL = 6
+    """Run forward on a shard; answers with the description of the outputs."""
+    DROP = 7
+    """Forget the autograd graphs of calls."""
+    BACKWARD = 8
+    """Run a call's graph backwards; answers with which gradients there are."""
+    PUT = 9
+    """Keep the tensor that follows under a handle."""
+    DEFINE = 10
+    """Remember an operation (function and arguments) under a number."""
+    RUN = 11
+    """Run a defined operation on values, keep its results."""
+    FETCH = 12
+    """Answers with a value."""
+    REPORT = 13
+    """Answers with rows, seconds and memory used so far."""
+
+
+class Status(IntEnum):
+    """The first element of every reply."""
+
+    DONE = 0
+    FAILED = 1
+
+
+DTYPES: list[torch.dtype] = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+]  # fmt: skip
+DTYPE_NUMBER: dict[torch.dtype, int] = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+TensorSpec: TypeAlias = "tuple[Any, ...]"
+"""``(dtype number, shape)`` of a contiguous tensor, plus strides where it is dense in another order, plus the shape
+that it is expanded to where some of its strides are 0."""
+
+
+def can_travel(tensor: Tensor) -> bool:
+    """Whether the bytes of ``tensor`` describe it: a plain strided tensor of a known dtype."""
+    return tensor.layout is torch.strided and tensor.dtype in DTYPE_NUMBER and not tensor.is_nested
+
+
+def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
+    """A description of ``tensor`` and a contiguous tensor with its bytes, which is a view wherever possible."""
+    dtype, shape = DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape)
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return (dtype, shape), tensor
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if 0 in tensor.stride() and tensor.numel():
+        base = tensor
+        for dim, step in enumerate(tensor.stride()):
+            if step == 0:
+                base = base.narrow(dim, 0, 1)
+        return (dtype, tuple(base.shape), None, shape), base.contiguous()
+    if dense_stride(tensor) == tensor.stride() and tensor.numel():
+        return (dtype, shape, tensor.stride()), tensor.as_strided((tensor.numel(),), (1,))
+    return (dtype, shape), tensor.contiguous()
+
+
+def receive_tensor(channel: Channel, spec: TensorSpec) -> Tensor:
+    """The next tensor of a frame, in memory of its own."""
+    dtype, shape = DTYPES[spec[0]], spec[1]
+    if len(spec) > 2 and spec[2] is not None:
+        tensor = torch.empty_strided(shape, spec[2], dtype=dtype)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    channel.receive_into(tensor)
+    return tensor.expand(spec[3]) if len(spec) > 3 else tensor
+
+
+def wire_forms(tensors: Sequence[Tensor]) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
+    """:func:`wire_form` of several tensors."""
+    forms = [wire_form(tensor) for tensor in tensors]
+    return tuple(spec for spec, _ in forms), [data for _, data in forms]

@@ -1,0 +1,379 @@
+"""The process of a replica: a loop over the driver's commands.
+
+Commands are carried out in the order in which they come. Those that answer report their own failure; a failure of one
+that does not is kept and given as the next answer, and operations that come in between are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import Tensor
+
+from evenly.structure import Tree, flatten
+from evenly.team import errors, protocol
+from evenly.team.buffers import Buffers
+from evenly.team.context import Context, applied, seed
+from evenly.team.execution import Graph, backward
+from evenly.team.memory import Block, Placement
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, can_travel, decode, encode, receive_tensor, wire_forms
+from evenly.team.shipping import LeafRegistry, pack, unpack
+from evenly.team.template import Template
+from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
+
+
+@dataclass
+class Model:
+    """A replica's copy of a module.
+
+    Attributes:
+        module: The module; its parameters are views of the driver's memory.
+        leaves: Its parameters and other leaf tensors that may require grad, in the driver's order.
+        parameters: The memory they lie in.
+        gradients: Where the gradient of each leaf is laid for the others to add up.
+    """
+
+    module: torch.nn.Module
+    leaves: list[Tensor]
+    places: list[Placement]
+    parameters: Block
+    gradients: list[Tensor]
+    buffers: Buffers
+    tree: Tree | None = None
+    """Structure of the last output, which is not sent again as long as it stays the same."""
+
+
+class Replica:
+    """The state of this process: models, values and graphs by the numbers that the driver gave them."""
+
+    def __init__(self, channel: Channel, index: int) -> None:
+        self.channel = channel
+        self.index = index
+        self.models: dict[int, Model] = {}
+        self.values: dict[int, Tensor] = {}
+        self.graphs: dict[int, tuple[Model, Graph]] = {}
+        self.templates: dict[int, Template] = {}
+        self.context: Context | None = None
+        self.failure: bytes | None = None
+        self.rows = 0
+        self.seconds = 0.0
+        self._handlers: dict[int, Callable[..., Any]] = {
+            Command.FREE: self.free,
+            Command.SHIP: self.ship,
+            Command.PATCH: self.patch,
+            Command.FORGET: self.forget,
+            Command.PROBE: self.probe,
+            Command.CALL: self.call,
+            Command.DROP: self.drop,
+            Command.BACKWARD: self.run_backward,
+            Command.PUT: self.put,
+            Command.DEFINE: self.define,
+            Command.RUN: self.run,
+            Command.FETCH: self.fetch,
+            Command.REPORT: self.report,
+        }
+        self._answers = {
+            Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
+        }  # fmt: skip
+
+    def loop(self) -> None:
+        """Carry out commands until told to stop."""
+        while True:
+            command, *arguments = decode(self.channel.receive())
+            if command == Command.STOP:
+                return
+            answers = command in self._answers
+            if self.failure is not None and answers:
+                self._fail(self.failure)
+                self.failure = None
+            elif self.failure is None or command != Command.RUN:
+                try:
+                    self._handlers[command](*arguments)
+                except ChannelClosedError:
+                    raise
+                except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
+                    failure = errors.describe(error)
+                    # The traceback holds the frames, and they hold the tensors of the failed step.
+                    del error
+                    if answers:
+                        self._fail(failure)
+                    else:
+                        self.failure = failure
+            self.channel.skip()
+
+    def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
+        self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
+
+    def _fail(self, failure: bytes) -> None:
+        self.channel.skip()
+        self.channel.send(encode((int(Status.FAILED), failure)))
+
+    # ------------------------------------------------------------------ models
+
+    def ship(
+        self,
+        number: int,
+        payload: bytes,
+        specs: tuple[Any, ...],
+        leaves: tuple[Any, ...],
+        sizes: tuple[int, int],
+    ) -> None:
+        """Take over a module. Two descriptors come with it: memory of the parameters, and for this replica's gradients."""
+        parameters = Block(self.channel.claim_descriptor(), sizes[0])
+        gradients = Block(self.channel.claim_descriptor(), sizes[1])
+        tensors = [receive_tensor(self.channel, spec) for spec in specs]
+        places = [_place(leaf) for leaf in leaves]
+        targets = [_leaf(parameters, place, leaf) for place, leaf in zip(places, leaves, strict=True)]
+        module = cast("torch.nn.Module", unpack(payload, tensors, targets))
+        self.models[number] = Model(
+            module, targets, places, parameters, [gradients.tensor(place) for place in places], Buffers(module)
+        )
+        self._reply()
+
+    def patch(
+        self,
+        number: int,
+        training: tuple[bool, ...] | None,
+        requires_grad: tuple[tuple[int, bool], ...],
+        attributes: bytes | None,
+        specs: tuple[Any, ...],
+    ) -> None:
+        """Follow what changed on the driver's module since the last call."""
+        tensors = [receive_tensor(self.channel, spec) for spec in specs]
+        model = self.models[number]
+        modules = list(model.module.modules())
+        if training is not None:
+            for module, flag in zip(modules, training, strict=True):
+                module.training = flag
+        for position, flag in requires_grad:
+            model.leaves[position].requires_grad_(flag)
+        if attributes is not None:
+            changes = cast("list[tuple[int, str, bool, Any]]", unpack(attributes, tensors, model.leaves, modules))
+            for position, name, deleted, value in changes:
+                if deleted:
+                    modules[position].__dict__.pop(name, None)
+                else:
+                    modules[position].__dict__[name] = value
+        self._reply()
+
+    def forget(self, number: int) -> None:
+        """Drop a model that the driver has no more use for."""
+        self.models.pop(number, None)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def call(
+        self,
+        number: int,
+        call: int,
+        base: int,
+        rows: int,
+        context: Context,
+        state: bytes,
+        buffers: tuple[Any, ...],
+        payload: bytes,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Run forward on this replica's shard. Output tensor i is kept as value ``base + i``."""
+        started = time.perf_counter()
+        model = self.models[number]
+        model.buffers.receive(self.channel, buffers)
+        inputs: dict[int, Tensor] = {}
+        tensors: list[Tensor] = []
+        for inline, what, position in arguments:
+            tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
+            if position >= 0:
+                inputs[position] = tensor.requires_grad_()
+            tensors.append(tensor)
+        seed(state, self.index)
+        with applied(context, self.context):
+            self.context = context
+            args, kwargs = unpack(payload, tensors, model.leaves)
+            outputs = model.module(*args, **kwargs)
+        leaves, tree = flatten(outputs, "output")
+        described, metas, others, kept = "", [], [], []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and can_travel(leaf):
+                self.values[base + len(metas)] = leaf.detach()
+                metas.append((DTYPE_NUMBER[leaf.dtype], tuple(leaf.shape), leaf.requires_grad))
+                kept.append(leaf)
+                described += "t"
+            else:
+                others.append(leaf)
+                described += "o"
+        if any(leaf.requires_grad for leaf in kept):
+            self.graphs[call] = (model, Graph(kept, inputs))
+        structure = None if tree == model.tree else pickle.dumps(tree)
+        model.tree = tree
+        other = pack(others) if others else None
+        specs, data = wire_forms(other.tensors) if other else ((), [])
+        self.rows += rows
+        self._reply(described, tuple(metas), structure, other and other.payload, specs, tensors=data)
+        self.seconds += time.perf_counter() - started
+
+    def drop(self, calls: tuple[int, ...]) -> None:
+        """Forget graphs that nobody can run backwards any more."""
+        for call in calls:
+            self.graphs.pop(call, None)
+
+    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:  # noqa: FBT001
+        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
+        started = time.perf_counter()
+        incoming: dict[int, Tensor] = {}
+        for position, inline, what in gradients:
+            incoming[position] = receive_tensor(self.channel, what) if inline else self.values[what]
+        if call not in self.graphs:
+            self._reply(b"", (), None, ())
+            return
+        model, graph = self.graphs[call]
+        if not keep:
+            del self.graphs[call]
+        found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
+        if dense:
+            torch._foreach_copy_([target for target, _ in dense], [cast("Tensor", grad) for _, grad in dense])  # pyright: ignore[reportPrivateUsage]
+        present = bytes(0 if grad is None else 1 if _is_dense(grad) else 2 for grad in found)
+        sparse = [grad for grad in found if grad is not None and not _is_dense(grad)]
+        metas: list[tuple[int, int, tuple[int, ...]] | tuple[int]] = []
+        for position, grad in inputs.items():
+            if grad is None:
+                metas.append((position,))
+            else:
+                self.values[base + position] = grad
+                metas.append((position, DTYPE_NUMBER[grad.dtype], tuple(grad.shape)))
+        other = pack(sparse) if sparse else None
+        specs, data = wire_forms(other.tensors) if other else ((), [])
+        self._reply(present, tuple(metas), other and other.payload, specs, tensors=data)
+        self.seconds += time.perf_counter() - started
+
+    def probe(self, number: int, context: Context, payload: bytes, specs: tuple[Any, ...]) -> None:
+        """Run a throw-away copy on the given inputs, in eval mode; answers with its outputs.
+
+        The copy's parameters are private views of the same memory (copied page by page when written), so the probe
+        needs no second copy of the model and cannot change it.
+        """
+        tensors = [receive_tensor(self.channel, spec) for spec in specs]
+        model = self.models[number]
+        private = model.parameters.private()
+        leaves = [_private_leaf(private, *pair) for pair in zip(model.places, model.leaves, strict=True)]
+        parcel = pack(model.module, leaves=LeafRegistry(model.leaves))
+        copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves)).eval()
+        with applied(context, self.context), torch.no_grad():
+            self.context = context
+            outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
+        answer = pack(outputs)
+        specs, data = wire_forms(answer.tensors)
+        self._reply(answer.payload, specs, tensors=data)
+
+    # ------------------------------------------------------------------ values
+
+    def free(self, handles: tuple[int, ...]) -> None:
+        """Forget values."""
+        for handle in handles:
+            self.values.pop(handle, None)
+
+    def put(self, handle: int, spec: tuple[Any, ...]) -> None:
+        """Keep a tensor."""
+        self.values[handle] = receive_tensor(self.channel, spec)
+
+    def define(self, number: int, template: bytes) -> None:
+        """Remember an operation."""
+        self.templates[number] = Template.loads(template)
+
+    def run(self, number: int, inputs: tuple[int, ...], base: int) -> None:
+        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative)."""
+        values = self.values
+        result = self.templates[number].run([values[handle] for handle in inputs])
+        if base < 0:
+            return
+        if isinstance(result, Tensor):
+            values[base] = result
+        else:
+            for offset, tensor in enumerate(result):
+                values[base + offset] = tensor
+
+    def fetch(self, handles: tuple[int, ...]) -> None:
+        """Answer with values."""
+        specs, data = wire_forms([self.values[handle] for handle in handles])
+        self._reply(specs, tensors=data)
+
+    def report(self) -> None:
+        """Answer with what this replica has done and what it holds."""
+        self._reply(self.rows, self.seconds, process_memory())
+
+
+def process_memory() -> int:
+    """Memory of this process in bytes, shared pages counted in proportion to the processes that share them."""
+    return int(psutil.Process().memory_full_info().pss)
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided
+
+
+def _place(leaf: tuple[Any, ...]) -> Placement:
+    offset, shape, stride, dtype = leaf[:4]
+    return Placement(offset, shape, stride, protocol.DTYPES[dtype])
+
+
+def _leaf(block: Block, place: Placement, leaf: tuple[Any, ...]) -> Tensor:
+    requires_grad, is_parameter = leaf[4:]
+    tensor = block.tensor(place)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _private_leaf(block: Block, place: Placement, leaf: Tensor) -> Tensor:
+    kind = (0, 0, 0, 0, leaf.requires_grad, isinstance(leaf, torch.nn.Parameter))
+    return _leaf(block, place, kind)
+
+
+def _die_with_parent(parent: int) -> None:
+    """End this process when the driver is gone, whatever this process is doing at the time."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except OSError:
+        descriptor = -1
+
+    def wait() -> None:
+        while os.getppid() == parent:
+            if descriptor < 0:
+                time.sleep(0.5)
+                continue
+            with contextlib.suppress(InterruptedError):
+                select.select([descriptor], [], [])
+                break
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="evenly-watch-driver", daemon=True).start()
+
+
+def main(sock: int, memory: int, last_words: int, index: int, count: int, parent: int) -> None:
+    """Be replica ``index`` of ``count`` until the driver says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which knows what to do
+    faulthandler.enable(last_words)
+    _die_with_parent(parent)
+    channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
+    os.close(memory)
+    torch.set_grad_enabled(False)
+    channel.send(encode((int(Status.DONE), os.getpid())))
+    with contextlib.suppress(ChannelClosedError):
+        Replica(channel, index).loop()
+    sys.stdout.flush()
+    # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.
+    os._exit(0)

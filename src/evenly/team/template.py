@@ -1,0 +1,70 @@
+"""An operation with everything but its tensors: sent to the replicas once, then referred to by number."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Slot(int):
+    """Stands for the tensor of that position in an operation's arguments."""
+
+    __slots__ = ()
+
+
+@dataclass
+class Template:
+    """An aten operation whose tensor arguments are left open.
+
+    Attributes:
+        function: The overload.
+        args, kwargs: Its arguments, with a :class:`Slot` for each tensor (inside lists and tuples, too).
+    """
+
+    function: torch._ops.OpOverload[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _flat: bool = field(init=False, default=True)
+
+    def __post_init__(self) -> None:
+        self._flat = not self.kwargs and not any(isinstance(arg, (list, tuple)) for arg in self.args)
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - whatever the operation returns
+        """Call the operation with ``tensors`` in its slots."""
+        if self._flat:
+            return self.function(*[tensors[arg] if type(arg) is Slot else arg for arg in self.args])
+        kwargs = {name: _fill(value, tensors) for name, value in self.kwargs.items()}
+        return self.function(*[_fill(arg, tensors) for arg in self.args], **kwargs)
+
+    def dumps(self) -> bytes:
+        """The template as bytes; overloads travel by name."""
+        return pickle.dumps((self.function.name(), self.args, self.kwargs))
+
+    @classmethod
+    def loads(cls, data: bytes) -> Template:
+        """The template that :meth:`dumps` wrote."""
+        name, args, kwargs = pickle.loads(data)  # noqa: S301 - only the driver writes to this channel
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        function = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        return cls(function, args, kwargs)
+
+
+def key_of(value: Any) -> Hashable:  # noqa: ANN401
+    """A hashable key of one argument; values of different type that compare equal (1, 1.0, True) differ."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(key_of, value))
+    return (type(value), value)
+
+
+def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+    if type(value) is Slot:
+        return tensors[value]
+    if isinstance(value, (list, tuple)):
+        return type(value)([_fill(item, tensors) for item in value])
+    return value

@@ -1,0 +1,118 @@
+"""Tensors that live in the replicas, by handle: put there, computed there, fetched from there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from evenly.team.protocol import Command, encode, receive_tensor, wire_form
+from evenly.team.template import Template
+
+if TYPE_CHECKING:
+    from evenly.team.team import Team
+
+
+class Handle:
+    """A tensor in each of the replicas 1..n-1 that take part, under one number. Forgotten there when this is."""
+
+    __slots__ = ("generation", "number", "team")
+
+    def __init__(self, team: Team, number: int) -> None:
+        self.team = team
+        self.generation = team.generation
+        self.number = number
+
+    def __del__(self) -> None:
+        self.team.release(self.generation, value=self.number)
+
+    def check(self) -> int:
+        """The number, if the replicas that hold the tensor still live.
+
+        Raises:
+            RuntimeError: They were stopped, or one of them died.
+        """
+        if self.generation != self.team.generation or not self.team.pids():
+            message = (
+                "rows of this tensor were held by replicas that have been stopped or have died; "
+                "compute it again, or call .full_tensor() earlier on what must outlive them"
+            )
+            raise RuntimeError(message)
+        return self.number
+
+
+def define(team: Team, key: Hashable, template: Template) -> int:
+    """The number of an operation; the replicas are told of it when it is new."""
+    known = team.definitions
+    number = known.get(key)
+    if number is None:
+        number = known[key] = len(known)
+        team.broadcast(team.size, int(Command.DEFINE), number, template.dumps())
+    return number
+
+
+def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], outputs: int) -> list[Handle]:
+    """Have replicas 1..``replicas``-1 run a defined operation; does not wait for it."""
+    team.tell_released()
+    numbers = tuple([handle.check() for handle in inputs])
+    if outputs == 0:
+        team.broadcast(replicas, int(Command.RUN), operation, numbers, -1)
+        return []
+    first = team.reserve(outputs)
+    team.broadcast(replicas, int(Command.RUN), operation, numbers, first)
+    return [Handle(team, first + offset) for offset in range(outputs)]
+
+
+def put(team: Team, tensors: Sequence[Tensor]) -> Handle:
+    """Send one tensor to each of the replicas 1..n-1 (in order; copies, not references)."""
+    handle = Handle(team, team.reserve(1))
+    for replica, tensor in enumerate(tensors, 1):
+        spec, data = wire_form(tensor.detach())
+        team.send(replica, encode((int(Command.PUT), handle.number, spec)), (data,))
+    return handle
+
+
+def fetch(
+    team: Team, handles: Sequence[Handle], replicas: int, into: Sequence[Sequence[Tensor]] | None = None
+) -> list[list[Tensor]]:
+    """Bring values here.
+
+    Args:
+        team: The team, locked.
+        handles: What to bring.
+        replicas: From replicas 1..``replicas``-1.
+        into: Per replica and handle a tensor to fill; where its shape, dtype and strides allow no copy is made.
+
+    Returns:
+        Per replica, per handle, the tensor.
+
+    Raises:
+        BaseException: An operation failed in a replica; its own exception.
+    """
+    team.tell_released()
+    request = encode((int(Command.FETCH), tuple([handle.check() for handle in handles])))
+    for replica in range(1, replicas):
+        team.ask(replica, request)
+    found: list[list[Tensor]] = []
+    failure: BaseException | None = None
+    for replica in range(1, replicas):
+        answer = team.answer(replica)
+        if isinstance(answer, BaseException):
+            failure = failure or answer
+            continue
+        (specs,) = answer
+        found.append(
+            [_take(team, replica, spec, into[replica - 1][i] if into else None) for i, spec in enumerate(specs)]
+        )
+    if failure is not None:
+        raise failure
+    return found
+
+
+def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None) -> Tensor:
+    if target is not None and len(spec) == 2 and target.is_contiguous() and target.shape == spec[1]:  # noqa: PLR2004
+        team.receive_into(replica, target)
+        return target
+    tensor = receive_tensor(team.channel(replica), spec)
+    return tensor if target is None else target.copy_(tensor)
