@@ -51,6 +51,8 @@ class Command(IntEnum):
     """Run a defined operation on values, keep its results."""
     FETCH = 12
     """Answers with a value."""
+    RENAME = 14
+    """Keep a value under another number."""
     REPORT = 13
     """Answers with rows, seconds and memory used so far."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import pickle
 import select
 import signal
 import socket
@@ -24,13 +23,13 @@ import psutil
 import torch
 from torch import Tensor
 
-from evenly.structure import Tree, flatten
 from evenly.team import errors, protocol
+from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
 from evenly.team.context import Context, applied, seed
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
-from evenly.team.protocol import DTYPE_NUMBER, Command, Status, can_travel, decode, encode, receive_tensor, wire_forms
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
@@ -53,8 +52,6 @@ class Model:
     parameters: Block
     gradients: list[Tensor]
     buffers: Buffers
-    tree: Tree | None = None
-    """Structure of the last output, which is not sent again as long as it stays the same."""
 
 
 class Replica:
@@ -84,6 +81,7 @@ class Replica:
             Command.DEFINE: self.define,
             Command.RUN: self.run,
             Command.FETCH: self.fetch,
+            Command.RENAME: self.rename,
             Command.REPORT: self.report,
         }
         self._answers = {
@@ -204,25 +202,17 @@ class Replica:
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
             outputs = model.module(*args, **kwargs)
-        leaves, tree = flatten(outputs, "output")
-        described, metas, others, kept = "", [], [], []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and can_travel(leaf):
-                self.values[base + len(metas)] = leaf.detach()
-                metas.append((DTYPE_NUMBER[leaf.dtype], tuple(leaf.shape), leaf.requires_grad))
-                kept.append(leaf)
-                described += "t"
-            else:
-                others.append(leaf)
-                described += "o"
-        if any(leaf.requires_grad for leaf in kept):
-            self.graphs[call] = (model, Graph(kept, inputs))
-        structure = None if tree == model.tree else pickle.dumps(tree)
-        model.tree = tree
-        other = pack(others) if others else None
-        specs, data = wire_forms(other.tensors) if other else ((), [])
+        outlined, found = outline(outputs)
+        metas: list[tuple[int, tuple[int, ...], bool]] = []
+        for position, tensor in enumerate(found):
+            self.values[base + position] = tensor.detach()
+            metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
+        if any(tensor.requires_grad for tensor in found):
+            self.graphs[call] = (model, Graph(found, inputs))
+        parcel = pack(outlined, name="output")
+        specs, data = wire_forms(parcel.tensors)
         self.rows += rows
-        self._reply(described, tuple(metas), structure, other and other.payload, specs, tensors=data)
+        self._reply(parcel.payload, tuple(metas), specs, tensors=data)
         self.seconds += time.perf_counter() - started
 
     def drop(self, calls: tuple[int, ...]) -> None:
@@ -310,6 +300,10 @@ class Replica:
         """Answer with values."""
         specs, data = wire_forms([self.values[handle] for handle in handles])
         self._reply(specs, tensors=data)
+
+    def rename(self, old: int, new: int) -> None:
+        """Keep a value under another number."""
+        self.values[new] = self.values.pop(old)
 
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""

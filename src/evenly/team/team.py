@@ -199,11 +199,12 @@ class Team:
                 raise self._died(process, code)
 
     def _died(self, process: _Process, code: int) -> errors.ReplicaDied:
-        words, pid = process.words(), process.popen.pid
+        words, pid, device = process.words(), process.popen.pid, str(process.device)
         self.stop()  # the others wait for something that will not come
-        return errors.ReplicaDied(
-            errors.death_message(process.index, str(process.device), pid, code, self.phase, words)
+        message = errors.death_message(
+            process.index, device, pid=pid, returncode=code, phase=self.phase, last_words=words
         )
+        return errors.ReplicaDied(message, process.index, device, self.phase, pid, code)
 
     def _lost(self, process: _Process) -> errors.ReplicaDied:
         """The channel is closed: the process is dead, or about to be."""

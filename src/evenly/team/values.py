@@ -110,6 +110,21 @@ def fetch(
     return found
 
 
+def fetch_from(team: Team, replica: int, handle: Handle) -> Tensor:
+    """Bring one replica's value here."""
+    team.ask(replica, encode((int(Command.FETCH), (handle.check(),))))
+    answer = team.answer(replica)
+    if isinstance(answer, BaseException):
+        raise answer
+    ((spec,),) = answer
+    return receive_tensor(team.channel(replica), spec)
+
+
+def rename(team: Team, replica: int, old: int, new: int) -> None:
+    """Have one replica keep a value under another number."""
+    team.send(replica, encode((int(Command.RENAME), old, new)))
+
+
 def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None) -> Tensor:
     if target is not None and len(spec) == 2 and target.is_contiguous() and target.shape == spec[1]:  # noqa: PLR2004
         team.receive_into(replica, target)

@@ -1,0 +1,375 @@
+"""One forward over all replicas, and the backward that belongs to it, outside of the driver's autograd."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from evenly.sharded import ShardedTensor, plain
+from evenly.team import answer as answers
+from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
+from evenly.team.execution import Graph, backward
+from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
+from evenly.team.shipping import pack, unpack
+from evenly.team.values import Handle
+
+if TYPE_CHECKING:
+    from evenly.batch import SplitPlan, TensorLeaf
+    from evenly.joining import Join, Joiner
+    from evenly.replicated import Replicated
+    from evenly.team.answer import Answer
+    from evenly.team.team import Team
+
+_NUMBERS_PER_CALL = 1 << 20
+"""Values that one call may make, counted by position; numbers cost nothing."""
+
+
+@dataclass
+class Work:
+    """What the driver's own shard has cost so far."""
+
+    rows: int = 0
+    seconds: float = 0.0
+
+
+class Call:
+    """A forward of all replicas on their shards.
+
+    Args:
+        model: The module, synchronised with its replicas.
+        plan: How the arguments are split.
+        work: Where to account for the driver's part.
+    """
+
+    def __init__(self, model: Replicated, plan: SplitPlan, work: Work) -> None:
+        self.model = model
+        self.team: Team = model.team
+        self.plan = plan
+        self.work = work
+        self.replicas = plan.replicas
+        self.leaves = plan.tensor_leaves()
+        self.parameters: list[Tensor] = [model.leaves[position] for position in model.trainable]
+        self._trainable = model.trainable
+        self._graph: Graph | None = None
+        self._remote: RemoteGraph | None = None
+        self._join: Join | None = None
+
+    def wants_gradient(self, leaf: TensorLeaf) -> bool:
+        """Whether the user wants a gradient of this input."""
+        return torch.is_grad_enabled() and leaf.value.requires_grad
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:  # noqa: FBT001
+        """Run all shards and join what they return.
+
+        Args:
+            joiner: Given the driver's output and the others' answers, who joins them.
+            graph: Whether to keep graphs for a backward.
+        """
+        team = self.team
+        call, base = team.reserve(1), team.reserve(_NUMBERS_PER_CALL)
+        wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
+        team.phase = "forward"
+        with record_function("evenly.forward: send shards"):
+            self._send(call, base, wanted)
+        own: BaseException | None = None
+        output: Any = None
+        try:
+            with record_function("evenly.forward: own shard"):
+                output, inputs = self._run_own(wanted, graph)
+        except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            own = error
+        with record_function("evenly.forward: wait for replicas"):
+            found = [self._answer(replica) for replica in range(1, self.replicas)]
+        self._remote = RemoteGraph(team, call)
+        failure = own or next((answer for answer in found if isinstance(answer, BaseException)), None)
+        if failure is not None:
+            team.release(team.generation, value=base)
+            for answer in found:
+                if not isinstance(answer, BaseException):
+                    for tensor in answer.tensors:
+                        team.release(team.generation, value=base + tensor.position)
+            raise failure
+        remote = [answer for answer in found if not isinstance(answer, BaseException)]
+        with record_function("evenly.forward: join"):
+            self._join = joiner(output, remote).join(output, remote, base)
+        tensors = answers.tensors_of(output)
+        self._graph = Graph(tensors, inputs) if graph else None
+        self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
+        return self._join
+
+    def _send(self, call: int, base: int, wanted: list[bool]) -> None:
+        team, plan, model = self.team, self.plan, self.model
+        team.tell_released()
+        context = capture(team.size)
+        state = random_state()
+        buffer_specs, buffer_data = model.buffers.outgoing()
+        for replica in range(1, self.replicas):
+            stand_ins: list[Tensor | None] = []
+            what: dict[int, tuple[bool, Any, int]] = {}
+            data: dict[int, Tensor] = {}
+            for position, leaf in enumerate(self.leaves):
+                handle = self._resident(leaf)
+                where = position if wanted[position] else -1
+                if handle is not None:
+                    stand_in = _stand_in()
+                    what[id(stand_in)] = (False, handle.check(), where)
+                else:
+                    tensor = plan.cut(leaf, replica)
+                    if tensor is None or not can_travel(tensor):
+                        stand_ins.append(tensor)
+                        continue
+                    stand_in = _stand_in()
+                    spec, data[id(stand_in)] = wire_form(plain(tensor).detach())
+                    what[id(stand_in)] = (True, spec, where)
+                stand_ins.append(stand_in)
+            parcel = pack(plan.build(replica, stand_ins), name="(args, kwargs)")
+            described: list[tuple[bool, Any, int]] = []
+            tensors = list(buffer_data)
+            for tensor in parcel.tensors:
+                if id(tensor) in what:
+                    described.append(what[id(tensor)])
+                    if id(tensor) in data:
+                        tensors.append(data[id(tensor)])
+                else:  # a part of something that travels in another way
+                    spec, flat = wire_form(tensor)
+                    described.append((True, spec, -1))
+                    tensors.append(flat)
+            header = (
+                int(Command.CALL), model.number, call, base, plan.rows[replica], context, state, buffer_specs,
+                parcel.payload, tuple(described),
+            )  # fmt: skip
+            team.ask(replica, encode(header), tensors)
+
+    def _resident(self, leaf: TensorLeaf) -> Handle | None:
+        """The handle of an input whose rows are in the replicas already, as they are to be split."""
+        value = leaf.value
+        if not isinstance(value, ShardedTensor) or leaf.dim is None or leaf.item is not None:
+            return None
+        shards = value.shards
+        fits = shards is not None and shards.team is self.team and shards.dim == leaf.dim
+        return shards.handle if shards is not None and fits and shards.rows == self.plan.rows else None
+
+    def _run_own(self, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:  # noqa: FBT001
+        started = time.perf_counter()
+        inputs: dict[int, Tensor] = {}
+        tensors: list[Tensor | None] = []
+        for position, leaf in enumerate(self.leaves):
+            tensor = self.plan.cut(leaf, 0)
+            if tensor is not None:
+                tensor = plain(tensor).detach() if tensor.requires_grad or isinstance(tensor, ShardedTensor) else tensor
+                if wanted[position]:
+                    inputs[position] = tensor.requires_grad_()
+            tensors.append(tensor)
+        args, kwargs = self.plan.build(0, tensors)
+        with shared_cores(threads_per_replica(self.team.size)), torch.set_grad_enabled(graph):
+            output = self.model.module(*args, **kwargs)
+        self.work.rows += self.plan.rows[0]
+        self.work.seconds += time.perf_counter() - started
+        return output, inputs
+
+    def _answer(self, replica: int) -> Answer | BaseException:
+        found = self.team.answer(replica)
+        if isinstance(found, BaseException):
+            return found
+        outline, metas, specs = found
+        tensors = [receive_tensor(self.team.channel(replica), spec) for spec in specs]
+        return answers.read(unpack(outline, tensors), metas)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(
+        self, gradients: Sequence[Tensor | None], inputs: Sequence[int], *, keep: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Run all replicas' graphs backwards and add up.
+
+        Args:
+            gradients: One per joint of the output; None where nothing flows.
+            inputs: Positions of the inputs whose gradient is wanted.
+            keep: Whether the graphs are needed again.
+
+        Returns:
+            Gradients of :attr:`parameters`, and of the inputs.
+        """
+        graph, remote, join = self._graph, self._remote, self._join
+        if graph is None or remote is None or join is None:
+            message = (
+                "Trying to backward through the graph a second time: the graphs in the replicas have been freed. "
+                "Specify retain_graph=True if you need to backward through them again."
+            )
+            raise RuntimeError(message)
+        team = self.team
+        remote.check()
+        team.phase = "backward"
+        base = team.reserve(_NUMBERS_PER_CALL)
+        team.tell_released()
+        with record_function("evenly.backward: send gradients"):
+            own = self._send_gradients(join, gradients, base, keep=keep)
+        if not keep:
+            self._graph = self._remote = None
+            remote.spent()
+        failure: BaseException | None = None
+        mine: tuple[list[Tensor | None], dict[int, Tensor | None]] = ([], {})
+        try:
+            with record_function("evenly.backward: own shard"):
+                started = time.perf_counter()
+                with shared_cores(threads_per_replica(team.size)):
+                    mine = backward(graph, own, self.model.leaves, keep=keep)
+                self.work.seconds += time.perf_counter() - started
+        except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            failure = error
+        with record_function("evenly.backward: wait for replicas"):
+            replies = [self._reply(replica) for replica in range(1, self.replicas)]
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                failure = failure or reply
+        if failure is not None:
+            raise failure
+        done = [reply for reply in replies if not isinstance(reply, BaseException)]
+        with record_function("evenly.backward: sum gradients"):
+            total = self._sum(mine[0], done, list(own.values()))
+        return [total[position] for position in self._trainable], [
+            self._input_gradient(position, mine[1].get(position), done, base) for position in inputs
+        ]
+
+    def _send_gradients(
+        self, join: Join, gradients: Sequence[Tensor | None], base: int, *, keep: bool
+    ) -> dict[int, Tensor]:
+        """Send to each replica what flows into its outputs; returns what flows into the driver's."""
+        assert self._remote is not None  # noqa: S101 - checked by the caller
+        own: dict[int, Tensor] = {}
+        specs: list[list[tuple[int, bool, Any]]] = [[] for _ in range(1, self.replicas)]
+        data: list[list[Tensor]] = [[] for _ in range(1, self.replicas)]
+        for joint, gradient in zip(join.joints, gradients, strict=True):
+            if gradient is None:
+                continue
+            for replica, (position, part) in enumerate(
+                zip(joint.positions, joint.spread(gradient.detach()), strict=True)
+            ):
+                if position is None or part is None:
+                    continue
+                if replica == 0:
+                    assert isinstance(part, Tensor)  # noqa: S101 - the driver's own rows are here
+                    own[position] = own[position] + part if position in own else part
+                elif not self._differentiable[replica - 1][position]:
+                    continue
+                elif isinstance(part, Handle):
+                    specs[replica - 1].append((position, False, part.check()))
+                else:
+                    spec, flat = wire_form(part)
+                    specs[replica - 1].append((position, True, spec))
+                    data[replica - 1].append(flat)
+        for replica in range(1, self.replicas):
+            header = (int(Command.BACKWARD), self._remote.call, keep, base, tuple(specs[replica - 1]))
+            self.team.ask(replica, encode(header), data[replica - 1])
+        return own
+
+    def _reply(self, replica: int) -> _Reply | BaseException:
+        found = self.team.answer(replica)
+        if isinstance(found, BaseException):
+            return found
+        present, metas, payload, specs = found
+        tensors = [receive_tensor(self.team.channel(replica), spec) for spec in specs]
+        inputs = {meta[0]: meta[1:] for meta in metas}
+        return _Reply(present, inputs, unpack(payload, tensors) if payload else [])
+
+    def _sum(self, own: list[Tensor | None], replies: list[_Reply], incoming: list[Tensor]) -> list[Tensor | None]:
+        """Gradients of all leaves: the driver's, plus those that the replicas left in shared memory, in their order."""
+        total = list(own)
+        foreign = {tensor.untyped_storage().data_ptr() for tensor in incoming}
+        for position, gradient in enumerate(total):
+            # Autograd may hand over what the user passed to backward(); that must not be added to.
+            if gradient is not None and gradient.layout is torch.strided and (
+                gradient.untyped_storage().data_ptr() in foreign
+            ):
+                total[position] = gradient.clone()
+        for reply, shared in zip(replies, self.model.gradients, strict=False):
+            sparse = iter(reply.sparse)
+            sums: list[Tensor] = []
+            addends: list[Tensor] = []
+            for position, present in enumerate(reply.present):
+                if present == 0:
+                    continue
+                addend = shared[position] if present == 1 else next(sparse)
+                before = total[position]
+                if before is None:
+                    total[position] = addend.clone()
+                elif before.layout is torch.strided and present == 1:
+                    sums.append(before)
+                    addends.append(addend)
+                else:
+                    total[position] = before + addend
+            if sums:
+                torch._foreach_add_(sums, addends)  # pyright: ignore[reportPrivateUsage]
+        return total
+
+    def _input_gradient(self, position: int, own: Tensor | None, replies: list[_Reply], base: int) -> Tensor | None:
+        """The gradient of one input; sharded when the input is."""
+        leaf = self.leaves[position]
+        handle = Handle(self.team, base + position)
+        there = [bool(reply.inputs.get(position)) for reply in replies]
+        if own is None and not any(there):
+            return None
+        if self._resident(leaf) is not None and own is not None and all(there) and leaf.dim is not None:
+            return ShardedTensor.of_rows(self.team, own, handle, leaf.dim, self.plan.rows)
+        from evenly.team.values import fetch_from  # noqa: PLC0415
+
+        parts = [own]
+        for replica, present in enumerate(there, 1):
+            parts.append(fetch_from(self.team, replica, handle) if present else None)
+        return self.plan.merge(leaf, parts)
+
+
+@dataclass
+class _Reply:
+    """What a replica says after its backward.
+
+    Attributes:
+        present: Per leaf 0: no gradient; 1: one in shared memory; 2: a sparse one.
+        inputs: Per position of an input its gradient's dtype and shape; empty if there is none.
+        sparse: The sparse ones, in order.
+    """
+
+    present: bytes
+    inputs: dict[int, tuple[Any, ...]]
+    sparse: list[Tensor]
+
+
+class RemoteGraph:
+    """The replicas' graphs of one call. They forget them when the last reference to this goes."""
+
+    __slots__ = ("call", "generation", "team")
+
+    def __init__(self, team: Team, call: int) -> None:
+        self.team = team
+        self.call = call
+        self.generation = team.generation
+
+    def check(self) -> None:
+        """Whether the graphs still exist.
+
+        Raises:
+            RuntimeError: The replicas have been replaced since the forward.
+        """
+        if self.generation != self.team.generation or not self.team.pids():
+            message = "the replicas that hold this graph have been stopped or have died: run the forward again"
+            raise RuntimeError(message)
+
+    def spent(self) -> None:
+        """The backward has freed them already."""
+        self.generation = -1
+
+    def __del__(self) -> None:
+        self.team.release(self.generation, call=self.call)
+
+
+def _stand_in() -> Tensor:
+    """A tensor that stands for another in a pickle."""
+    return torch.empty(0)

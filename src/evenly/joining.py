@@ -1,0 +1,243 @@
+"""The outputs of all replicas as one: what of each replica's output goes where, forwards and backwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from evenly.outputs import (
+    Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Stack, Sum, Unknown, check_and_join_values,
+    check_tensor_metas,
+)  # fmt: skip
+from evenly.packed import join_samples, layout_of
+from evenly.sharded import Parts, ShardedTensor
+from evenly.structure import Tree, flatten
+from evenly.team import values
+from evenly.team.answer import Answer, RemotePacked, RemoteTensor, tensors_of
+from evenly.team.template import Slot, Template
+from evenly.team.values import Handle
+
+if TYPE_CHECKING:
+    from evenly.team.team import Team
+
+Gradients = dict[int, Tensor]
+"""What flows into one replica's outputs, by position."""
+
+
+@dataclass(eq=False)
+class Joint:
+    """One tensor of the joined output, made of one tensor of every replica's.
+
+    Attributes:
+        tensor: What the user gets, still without autograd.
+        rule: How it is made of the parts.
+        positions: Where the part is among the tensors of each replica's output; None where it has none.
+        differentiable: Whether gradients can flow back through it.
+    """
+
+    tensor: Tensor
+    rule: OutputRule
+    positions: tuple[int | None, ...]
+    differentiable: bool
+    shares: tuple[float, ...]
+
+    def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
+        """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
+        if isinstance(gradient, ShardedTensor):
+            shards, mine = gradient.shards, cast("ShardedTensor", self.tensor).shards
+            if shards and mine and shards.rows == mine.rows and shards.dim == mine.dim and shards.team is mine.team:
+                return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
+            gradient = gradient.plain()
+        if isinstance(self.rule, (Rows, PackedRows)):
+            mine = cast("ShardedTensor", self.tensor).shards
+            assert mine is not None  # noqa: S101 - rows are made sharded
+            return list(gradient.split(mine.rows, mine.dim))
+        if isinstance(self.rule, Stack):
+            return list(gradient.unbind(0))
+        if isinstance(self.rule, Mean):
+            return [gradient * share for share in self.shares]
+        if isinstance(self.rule, Sum):
+            return [gradient] * len(self.shares)
+        return [None if position is None else gradient for position in self.positions]
+
+
+class Joiner:
+    """Joins the outputs of one call.
+
+    Args:
+        team: Whose replicas computed.
+        rows: Rows of each replica.
+        tree: The structure of an output, where a list that follows the rows is one leaf.
+        found: The rule of each of its leaves.
+    """
+
+    def __init__(self, team: Team, rows: tuple[int, ...], tree: Tree, found: Sequence[OutputRule]) -> None:
+        self.team = team
+        self.rows = rows
+        self.tree = tree
+        self.rules = found
+        self.joints: list[Joint] = []
+        total = sum(rows)
+        self._shares = tuple(count / total for count in rows)
+
+    def join(self, local: Any, answers: Sequence[Answer], base: int) -> Join:  # noqa: ANN401
+        """Put the driver's output and those of the replicas together.
+
+        Raises:
+            ValueError: They do not fit together; the message names the path in the output.
+        """
+        outputs = [self.tree.flatten_up_to(local, "output")]
+        outputs += [self.tree.flatten_up_to(answer.output, "output") for answer in answers]
+        self._positions = {id(tensor): position for position, tensor in enumerate(tensors_of(local))}
+        leaves: list[Any] = []
+        for path, rule, parts in zip(self.tree.paths("output"), self.rules, zip(*outputs, strict=True), strict=True):
+            leaves.append(self._leaf(path, rule, list(parts), base))
+        return Join(self.tree, leaves, self.joints)
+
+    def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:  # noqa: ANN401
+        first = parts[0]
+        if isinstance(first, PackedSequence):
+            return self._packed(path, rule, parts, base)
+        if isinstance(first, Tensor) and all(isinstance(part, RemoteTensor) for part in parts[1:]):
+            return self._tensor(path, rule, first, cast("list[RemoteTensor]", parts[1:]), base)
+        if isinstance(rule, SampleList):
+            parts = [self._pieces(part, replica, base) for replica, part in enumerate(parts)]
+        return check_and_join_values(path, rule, parts, self.rows)
+
+    def _tensor(  # noqa: PLR0911 - one return for each rule
+        self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
+    ) -> int | _Later:
+        metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
+        check_tensor_metas(path, rule, metas, self.rows)
+        positions = (self._positions[id(local)], *(part.position for part in remote))
+        handle = self._handle(base, [part.position for part in remote])
+        value, team = local.detach(), self.team
+        if isinstance(rule, Rows):
+            rows = tuple(count * rule.factor for count in self.rows)
+            tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
+        elif isinstance(rule, (Mean, Sum)):
+            weights = self._shares if isinstance(rule, Mean) else None
+            tensor = ShardedTensor.of_parts(Parts(team, value, handle, len(self.rows), "sum", weights))
+        elif isinstance(rule, Stack):
+            template = Template(torch.ops.aten.unsqueeze.default, (Slot(0), 0), {})
+            number = values.define(team, ("stack",), template)
+            (stacked,) = values.run(team, len(self.rows), number, [handle], 1)
+            tensor = ShardedTensor.of_rows(team, value.unsqueeze(0), stacked, 0, (1,) * len(self.rows))
+        else:
+            self._check_constant(path, rule, value, handle)
+            tensor = value
+            positions = (positions[0], *[None] * len(remote))
+        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
+
+    def _add(self, joint: Joint) -> _Later:
+        self.joints.append(joint)
+        return _Later(len(self.joints) - 1)
+
+    def _handle(self, base: int, positions: list[int]) -> Handle:
+        """A handle of one tensor in all replicas; where they counted differently they are told of a common number."""
+        if len(set(positions)) == 1:
+            return Handle(self.team, base + positions[0])
+        number = self.team.reserve(1)
+        for replica, position in enumerate(positions, 1):
+            values.rename(self.team, replica, base + position, number)
+        return Handle(self.team, number)
+
+    def _check_constant(self, path: str, rule: OutputRule, local: Tensor, handle: Handle) -> None:
+        """Without rows a value must be the same everywhere."""
+        remote = values.fetch(self.team, [handle], len(self.rows))
+        unknown = isinstance(rule, Unknown)
+        for replica, (found,) in enumerate(remote, 1):
+            if not _equal(local, found) or (unknown and bool(local.ne(0).any())):
+                reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
+                message = (
+                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
+                    f"it cannot be joined{reason}. Say how it depends on the batch with out_dims= or scalar_outputs= "
+                    '("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows needs '
+                    "reduction='none' in forward, and its reduction outside"
+                )
+                raise ValueError(message)
+
+    def _packed(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> _PackedLater:
+        local = cast("PackedSequence", parts[0])
+        remote = cast("list[RemotePacked]", parts[1:])
+        sizes = [(local.data.shape, local.data.dtype), *((p.data.shape, p.data.dtype) for p in remote)]
+        check_tensor_metas(path, PackedRows(), sizes, self.rows)
+        layouts = [layout_of(local), *(part.layout for part in remote)]
+        index, layout = join_samples(layouts)
+        handle = self._handle(base, [part.data.position for part in remote])
+        steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
+        tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
+        positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
+        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
+        return _PackedLater(later.position, index, layout)
+
+    def _pieces(self, items: Any, replica: int, base: int) -> Any:  # noqa: ANN401
+        """Tensors inside of per-sample items: each belongs to one replica, and is brought here."""
+        leaves, tree = flatten(items, root="output")
+        made: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, RemoteTensor):
+                handle = Handle(self.team, base + leaf.position)
+                tensor = values.fetch_from(self.team, replica, handle)
+                position, differentiable = leaf.position, leaf.requires_grad
+            elif isinstance(leaf, Tensor):
+                tensor, position, differentiable = leaf.detach(), self._positions[id(leaf)], leaf.requires_grad
+            else:
+                made.append(leaf)
+                continue
+            positions = tuple(position if number == replica else None for number in range(len(self.rows)))
+            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
+        return tree.rebuild(made)
+
+
+@dataclass
+class _Later:
+    """Stands for a joint until autograd has put its tensor in the graph."""
+
+    position: int
+
+
+@dataclass
+class _PackedLater:
+    position: int
+    index: Tensor
+    layout: Any
+
+
+@dataclass(eq=False)
+class Join:
+    """A joined output whose tensors autograd has yet to see."""
+
+    tree: Tree
+    leaves: list[Any]
+    joints: list[Joint]
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+        """The output around ``tensors``, one per joint."""
+
+        def fill(leaf: Any) -> Any:  # noqa: ANN401
+            if isinstance(leaf, _Later):
+                return tensors[leaf.position]
+            if isinstance(leaf, _PackedLater):
+                return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
+            if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
+                inner, tree = flatten(leaf, root="output")
+                return tree.rebuild([fill(item) if isinstance(item, _Later) else item for item in inner])
+            return leaf
+
+        return self.tree.rebuild([fill(leaf) for leaf in self.leaves])
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def _short(tensor: Tensor) -> str:
+    return str(tensor.item()) if tensor.numel() == 1 else f"a tensor of shape {list(tensor.shape)} with other values"

@@ -1,0 +1,97 @@
+"""A replica's output on its way to the driver: its structure by value, its tensors by position.
+
+Tensors stay in the replica; in the structure a :class:`RemoteTensor` stands for each. The structure is sent only when
+it differs from the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from evenly.packed import Layout, layout_of
+from evenly.structure import flatten
+from evenly.team.protocol import DTYPES, can_travel
+
+
+@dataclass(frozen=True)
+class RemoteTensor:
+    """A tensor of a replica's output.
+
+    Attributes:
+        position: Which one, counted through the output in order.
+        shape, dtype, requires_grad: As in the replica.
+    """
+
+    position: int
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class RemotePacked:
+    """A packed sequence of a replica's output."""
+
+    data: RemoteTensor
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a replica's forward returned, as the driver sees it."""
+
+    output: Any
+    tensors: Sequence[RemoteTensor]
+
+
+def tensors_of(output: Any) -> list[Tensor]:  # noqa: ANN401
+    """The tensors of an output that can stay where they are, in order. Both sides count them alike."""
+    leaves, _ = flatten(output, root="output")
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, PackedSequence):
+            found.append(leaf.data)
+        elif isinstance(leaf, Tensor) and can_travel(leaf):
+            found.append(leaf)
+    return found
+
+
+def outline(output: Any) -> tuple[Any, list[Tensor]]:  # noqa: ANN401
+    """In the replica: the output with its tensors replaced, and the tensors."""
+    leaves, tree = flatten(output, root="output")
+    tensors: list[Tensor] = []
+    made: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, PackedSequence):
+            made.append(RemotePacked(RemoteTensor(len(tensors)), layout_of(leaf)))
+            tensors.append(leaf.data)
+        elif isinstance(leaf, Tensor) and can_travel(leaf):
+            made.append(RemoteTensor(len(tensors)))
+            tensors.append(leaf)
+        else:
+            made.append(leaf)
+    return tree.rebuild(made), tensors
+
+
+def read(outlined: Any, metas: Sequence[tuple[int, tuple[int, ...], bool]]) -> Answer:  # noqa: ANN401
+    """In the driver: the output with what is known of its tensors."""
+    tensors = [
+        RemoteTensor(position, tuple(shape), DTYPES[dtype], requires_grad)
+        for position, (dtype, shape, requires_grad) in enumerate(metas)
+    ]
+    leaves, tree = flatten(outlined, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output")
+    made: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, RemoteTensor):
+            made.append(tensors[leaf.position])
+        elif isinstance(leaf, RemotePacked):
+            made.append(replace(leaf, data=tensors[leaf.data.position]))
+        else:
+            made.append(leaf)
+    return Answer(tree.rebuild(made), tensors)
