@@ -168,7 +168,7 @@ class Tree:
         if self.kind is None:
             return [value]
         node = unpack(value)
-        if node is None or node.tree.type is None or not _same_node(self, node.tree):
+        if node is None or node.tree.type is None or not same_node(self, node.tree):
             expected = describe(self)
             raise ValueError(f"{root} is {describe(node.tree) if node else _short(value)}, expected {expected}")
         leaves: list[Any] = []
@@ -435,7 +435,8 @@ def _comparable(extra: Any) -> Hashable:
     return extra
 
 
-def _same_node(expected: Tree, found: Tree) -> bool:
+def same_node(expected: Tree, found: Tree) -> bool:
+    """Whether two containers agree, whatever is in them: type, keys and the like."""
     return (
         (expected.type is found.type or _name_of(expected.type) == _name_of(found.type))
         and tuple(expected.keys) == tuple(found.keys)
