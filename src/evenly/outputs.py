@@ -1,0 +1,339 @@
+"""How the outputs of all replicas become the output for the whole batch.
+
+Every leaf of an output has a rule: rows side by side, a constant, a mean, a sum. This module is the rules, what they
+check and how they join; `evenly.probe` finds out which rule holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from evenly.packed import join_samples, layout_of
+from evenly.structure import Tree, unpack
+
+Shape: TypeAlias = "tuple[int, ...]"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor with `factor` entries per row along `dim` (more than one when flattened as `[N * T, ...]`)."""
+
+    dim: int
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same on all replicas, whatever the rows."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over rows: the whole's is the mean of all replicas' weighted by their rows."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over rows: the whole's is the sum of all replicas'."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One entry per replica, stacked along a new first dimension."""
+
+
+@dataclass(frozen=True)
+class SampleList:
+    """A list, tuple or deque with `factor` items per row."""
+
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """A `PackedSequence` with one sample per row."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """No rule holds, or several do.
+
+    Attributes:
+        reason: What is known instead, as the end of the sentence "…, because".
+        candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0, say),
+            the leaf can be joined all the same.
+    """
+
+    reason: str
+    candidates: tuple[OutputRule, ...] = ()
+
+
+OutputRule: TypeAlias = "Rows | Constant | Mean | Sum | Stack | SampleList | PackedRows | Unknown"
+
+SCALAR_RULES: Mapping[str, OutputRule] = {"mean": Mean(), "sum": Sum(), "stack": Stack()}
+
+_REMEDIES = (
+    'Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or scalar_outputs= ("mean", '
+    '"sum" or "stack")'
+)
+
+
+def check_tensor_metas(
+    path: str, rule: OutputRule, metas: Sequence[tuple[Sequence[int], torch.dtype]], rows: Sequence[int]
+) -> Shape:
+    """Checks that one tensor of the output can be joined, knowing only what it looks like on each replica.
+
+    Args:
+        path: The path of the leaf, as in `output[0]`.
+        rule: The leaf's rule.
+        metas: Shape and dtype on each replica; for `PackedRows`, of `.data`.
+        rows: Rows of each replica.
+
+    Returns:
+        The shape for the whole batch.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and what to do.
+    """
+    shapes = [tuple(shape) for shape, _ in metas]
+    for replica, (_, dtype) in enumerate(metas):
+        if dtype != metas[0][1]:
+            raise ValueError(f"{path} is {metas[0][1]} on replica 0 and {dtype} on replica {replica}")
+        if len(shapes[replica]) != len(shapes[0]):
+            raise ValueError(
+                f"{path} has {len(shapes[0])} dimensions on replica 0 (shape {list(shapes[0])}) and "
+                f"{len(shapes[replica])} on replica {replica} (shape {list(shapes[replica])})"
+            )
+    if isinstance(rule, Unknown):
+        if not rule.candidates:
+            raise ValueError(_unknown(path, rule))
+        rule = rule.candidates[0]
+    if isinstance(rule, SampleList):
+        raise ValueError(f"{path} is a tensor, expected a list with one item per row")  # noqa: TRY004
+    along = rule.dim if isinstance(rule, Rows) else 0 if isinstance(rule, PackedRows) else None
+    _check_other_dims(path, shapes, along)
+    if along is None:
+        return (len(shapes), *shapes[0]) if isinstance(rule, Stack) else shapes[0]
+    if isinstance(rule, Rows):
+        for replica, (shape, count) in enumerate(zip(shapes, rows, strict=True)):
+            if shape[along] != count * rule.factor:
+                raise ValueError(
+                    f"{path} has size {shape[along]} along dimension {along} on replica {replica} (shape "
+                    f"{list(shape)}), expected {count * rule.factor} for its {count} rows. {_REMEDIES}"
+                )
+    return (*shapes[0][:along], sum(shape[along] for shape in shapes), *shapes[0][along + 1 :])
+
+
+def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> None:
+    if along is not None and along >= len(shapes[0]):
+        raise ValueError(f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}")
+    for replica, shape in enumerate(shapes):
+        for dim, size in enumerate(shape):
+            if dim == along or size == shapes[0][dim]:
+                continue
+            if along is None:
+                raise ValueError(
+                    f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica {replica}, but it "
+                    f"has no dimension that follows the rows. {_REMEDIES}"
+                )
+            raise ValueError(
+                f"{path} has size {shapes[0][dim]} along dimension {dim} on replica 0 and {size} on replica "
+                f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: pad to a "
+                "length that all replicas know, with total_length= of pad_packed_sequence for example"
+            )
+
+
+def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Joins one leaf of the output that is no tensor: None, a number, a string, a list that follows the rows.
+
+    Args:
+        path: The path of the leaf, as in `output["names"]`.
+        rule: The leaf's rule.
+        values: The value on each replica.
+        rows: Rows of each replica.
+
+    Returns:
+        The value for the whole batch.
+
+    Raises:
+        ValueError: If the values do not fit the rule; it names two of them and their replicas.
+    """
+    if isinstance(rule, SampleList):
+        return _join_lists(path, rule, values, rows)
+    if isinstance(rule, Stack):
+        return list(values)
+    first = values[0]
+    # Where a replica runs is no part of its result.
+    if isinstance(first, torch.device) and all(isinstance(value, torch.device) for value in values):
+        return first
+    different = next((replica for replica, value in enumerate(values) if not same_value(first, value)), None)
+    if different is None and (not isinstance(rule, Sum) or len(values) == 1):
+        if isinstance(rule, Unknown) and Sum() in rule.candidates and len(values) > 1 and first != 0:
+            raise ValueError(_unknown(path, rule))
+        return first
+    if all(is_number(value) for value in values):
+        if isinstance(rule, Sum):
+            return sum(values)
+        if isinstance(rule, Mean):
+            return math.fsum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows)
+    if isinstance(rule, Unknown) and None not in values:
+        raise ValueError(_unknown(path, rule))
+    replica = different or 1
+    raise ValueError(
+        f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value without "
+        f"rows must be the same on all replicas. {_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
+    )
+
+
+def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    kind = cast("type[Any]", type(values[0]))
+    joined: list[Any] = []
+    for replica, (value, count) in enumerate(zip(values, rows, strict=True)):
+        if type(value) is not kind or kind not in {list, tuple, deque} or len(value) != count * rule.factor:
+            size = f" of {len(value)}" if isinstance(value, (list, tuple, deque)) else ""
+            raise ValueError(
+                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a {kind.__name__} of "
+                f"{count * rule.factor} for its {count} rows"
+            )
+        joined.extend(cast("Sequence[Any]", value))
+    return joined if kind is list else kind(joined)
+
+
+def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Joins one tensor of the output whose parts are all on one device, differentiably.
+
+    Args:
+        path: The path of the leaf.
+        rule: The leaf's rule.
+        tensors: One tensor (for `PackedRows`, `PackedSequence`) per replica.
+        rows: Rows of each replica.
+
+    Raises:
+        ValueError: As `check_tensor_metas`, or if a constant has other values on another replica.
+    """
+    bare = [tensor.data if isinstance(tensor, PackedSequence) else tensor for tensor in tensors]
+    check_tensor_metas(path, rule, [(tensor.shape, tensor.dtype) for tensor in bare], rows)
+    if isinstance(rule, PackedRows):
+        index, layout = join_samples([layout_of(packed) for packed in tensors])
+        data = torch.cat(bare)
+        return layout.pack(data.index_select(0, index.to(data.device)))
+    if isinstance(rule, Rows):
+        return torch.cat(bare, rule.dim)
+    if isinstance(rule, Stack):
+        return torch.stack(bare)
+    if isinstance(rule, Sum):
+        return sum(bare[1:], bare[0])
+    if isinstance(rule, Mean):
+        weighted = [tensor * (count / sum(rows)) for tensor, count in zip(bare, rows, strict=True)]
+        return sum(weighted[1:], weighted[0])
+    for replica, tensor in enumerate(bare):
+        if not torch.equal(tensor.detach(), bare[0].detach()) and not bool((tensor != tensor).any()):  # noqa: PLR0124
+            raise ValueError(
+                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was the same "
+                f"for all rows before. {_REMEDIES}"
+            )
+    if isinstance(rule, Unknown) and bool((bare[0] != 0).any()):
+        raise ValueError(_unknown(path, rule))
+    return bare[0]
+
+
+def override_rules(
+    tree: Tree,
+    leaves: Sequence[Any],
+    rules: Sequence[OutputRule],
+    *,
+    out_dims: Any = ...,
+    scalar_outputs: Any = None,
+) -> list[OutputRule]:
+    """The rules with what the user said in their place.
+
+    Args:
+        tree: The structure of the output.
+        leaves: One replica's leaves, to tell tensors, scalars and other values apart.
+        rules: What was found out.
+        out_dims: An int, None (a constant), or a nested structure of them like the output. It is about tensors with
+            dimensions; a dict needs to name only some keys, and `...` says nothing.
+        scalar_outputs: "mean", "sum" or "stack", or a structure of them. It is about 0-dim and one-element tensors
+            that have no rows, and numbers. None says nothing.
+
+    Raises:
+        ValueError: If a structure does not fit the output, or a word or a dimension does not exist.
+    """
+    result = list(rules)
+    for place, spec, path in _broadcast(tree, out_dims, "output", 0):
+        leaf = leaves[place]
+        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            continue
+        if spec is not None and (not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim):
+            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
+        if spec is None:
+            result[place] = Constant()
+        else:
+            found = result[place]
+            dim = spec % leaf.ndim
+            result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
+    for place, spec, path in _broadcast(tree, scalar_outputs, "output", 0):
+        if spec is None:
+            continue
+        if spec not in SCALAR_RULES:
+            raise ValueError(f'scalar_outputs gives {spec!r} for {path}: "mean", "sum" and "stack" are possible')
+        leaf = leaves[place]
+        one = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not isinstance(result[place], Rows)
+        if one or is_number(leaf):
+            result[place] = SCALAR_RULES[spec]
+    return result
+
+
+def _broadcast(tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, Any, str]]:
+    """For each leaf its number, its part of the specification, and its path."""
+    node = None if isinstance(spec, str) else unpack(spec)
+    if node is None:
+        return [(place + i, spec, leaf_path) for i, leaf_path in enumerate(tree.paths(path))]
+    specs = dict(zip(node.tree.keys, node.children, strict=True))
+    unknown = [key for key in specs if key not in tree.keys]
+    if tree.is_leaf or unknown or (not isinstance(spec, Mapping) and len(specs) != len(tree.keys)):
+        raise ValueError(f"{spec!r} does not fit {path}, which is {tree!r}")
+    found: list[tuple[int, Any, str]] = []
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        if key in specs:
+            found += _broadcast(child, specs[key], path + tree.step(key), place)
+        place += child.count
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a Python int or float (a bool is neither)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two Python values are equal; NaN equals NaN, and what cannot be compared is not equal."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float) and math.isnan(left) and math.isnan(right):
+        return True
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def short(value: Any) -> str:
+    """A value in an error message."""
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value.item()) if isinstance(value, torch.Tensor) and value.numel() else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."  # noqa: PLR2004
+
+
+def _unknown(path: str, rule: Unknown) -> str:
+    return f"{path} cannot be joined over the replicas, because {rule.reason}. {_REMEDIES}"
