@@ -250,8 +250,15 @@ class Replica:
         self._reply(present, tuple(metas), other and other.payload, specs, tensors=data)
         self.seconds += time.perf_counter() - started
 
-    def probe(self, number: int, context: Context, payload: bytes, specs: tuple[Any, ...]) -> None:
-        """Run a throw-away copy on the given inputs, in eval mode; answers with its outputs.
+    def probe(
+        self,
+        number: int,
+        context: Context,
+        training: bool,  # noqa: FBT001
+        payload: bytes,
+        specs: tuple[Any, ...],
+    ) -> None:
+        """Run a throw-away copy on the given inputs; answers with its outputs.
 
         The copy's parameters are private views of the same memory (copied page by page when written), so the probe
         needs no second copy of the model and cannot change it.
@@ -261,7 +268,9 @@ class Replica:
         private = model.parameters.private()
         leaves = [_private_leaf(private, *pair) for pair in zip(model.places, model.leaves, strict=True)]
         parcel = pack(model.module, leaves=LeafRegistry(model.leaves))
-        copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves)).eval()
+        copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
+        if not training:
+            copy.eval()
         with applied(context, self.context), torch.no_grad():
             self.context = context
             outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
@@ -308,6 +317,14 @@ class Replica:
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
         self._reply(self.rows, self.seconds, process_memory())
+
+
+_index = 0
+
+
+def inside_replica() -> bool:
+    """Whether this process is a replica: a wrapped module inside of the module just runs here."""
+    return _index > 0
 
 
 def process_memory() -> int:
@@ -359,6 +376,8 @@ def _die_with_parent(parent: int) -> None:
 
 def main(sock: int, memory: int, last_words: int, index: int, count: int, parent: int) -> None:
     """Be replica ``index`` of ``count`` until the driver says stop or is gone."""
+    global _index  # noqa: PLW0603 - once per process
+    _index = index
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which knows what to do
     faulthandler.enable(last_words)
     _die_with_parent(parent)

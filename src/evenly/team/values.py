@@ -131,3 +131,11 @@ def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None
         return target
     tensor = receive_tensor(team.channel(replica), spec)
     return tensor if target is None else target.copy_(tensor)
+
+
+def ask_report(team: Team) -> list[tuple[Any, ...]]:
+    """Rows, seconds and memory of the replicas 1..n-1."""
+    request = encode((int(Command.REPORT),))
+    for replica in range(1, team.size):
+        team.ask(replica, request)
+    return team.collect(range(1, team.size))

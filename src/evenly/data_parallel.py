@@ -1,0 +1,225 @@
+"""``DataParallel`` and ``data_parallel()``: a step, from the outside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from evenly import bridge
+from evenly.batch import plan_split
+from evenly.call import Call, Work
+from evenly.devices import Device, resolve_devices
+from evenly.probing import Outputs
+from evenly.replicated import Replicated
+from evenly.team.replica import inside_replica, process_memory
+from evenly.team.team import Team, team_for
+from evenly.wrapping import CleanNames
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What one replica has done so far, over all models on the same devices.
+
+    Attributes:
+        replica: Its number; 0 is the driver.
+        device: Its device.
+        rows: Rows of all batches that it has computed.
+        seconds: Time spent in forward and backward.
+        memory_bytes: Memory of its process; pages that several processes share are counted in proportion.
+    """
+
+    replica: int
+    device: torch.device
+    rows: int
+    seconds: float
+    memory_bytes: int
+
+
+class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
+    """Trains a module on several devices, one process each, as if it ran on one.
+
+    A drop-in replacement of :class:`torch.nn.DataParallel`: a loop over ``DataParallel(module)`` computes what the
+    same loop computes over ``module`` on the whole batch. The batch is split along ``dim``, outputs and losses stay
+    where they are computed (:class:`evenly.ShardedTensor`), gradients are summed exactly.
+
+    Args:
+        module: The module to train. It stays the source of truth; its parameters keep their identity.
+        device_ids: The devices, by index, name or :class:`torch.device`; one may be named several times. All
+            accelerators by default; without any, the module runs directly. For replicas on the CPU say
+            ``["cpu"] * n``.
+        output_device: Where outputs appear to be; the first device by default, and the only choice today.
+        dim: The batch dimension of the inputs.
+        split: Weights of the devices when the batch is split; even by default.
+        in_dims: How arguments depend on the batch, as in :func:`torch.vmap`: an int, None (given whole),
+            "samples" (a sequence with one item per row), or a structure of these like the arguments. Found out by
+            default.
+        out_dims: The same for the outputs. Found out by default.
+        scalar_outputs: What 0-dim outputs are: "mean" or "sum" over the rows, "stack" for one entry per replica, or a
+            structure of these. Found out by default.
+
+    Attributes:
+        module: The wrapped module.
+        device_ids: The devices.
+
+    Raises:
+        ValueError: The devices make no sense, or the module has no parameters.
+
+    Example:
+        >>> model = DataParallel(MyModel(), device_ids=["cpu", "cpu"])
+        >>> loss = criterion(model(x), y)
+        >>> loss.backward()
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        split: Sequence[float] | None = None,
+        in_dims: Any = None,  # noqa: ANN401
+        out_dims: Any = ...,  # noqa: ANN401
+        scalar_outputs: Any = None,  # noqa: ANN401
+    ) -> None:
+        nn.Module.__init__(self)
+        if isinstance(module, DataParallel):
+            module = module.module  # wrapping twice is harmless
+        devices = resolve_devices(device_ids, output_device)
+        if not any(True for _ in module.parameters()):
+            message = (
+                f"DataParallel needs a module with parameters, and {type(module).__name__} has none: "
+                "there is nothing to train; call it directly"
+            )
+            raise ValueError(message)
+        if split is not None and len(split) != len(devices):
+            message = f"split has {len(split)} weights for {len(devices)} devices: give one for each"
+            raise ValueError(message)
+        self.module = module
+        self.dim = dim
+        self.device_ids = list(devices)
+        self.output_device = devices[0] if devices else None
+        self.split = None if split is None else tuple(split)
+        self.in_dims = in_dims
+        self.out_dims = out_dims
+        self.scalar_outputs = scalar_outputs
+        self._start()
+
+    def _start(self) -> None:
+        """Set up what does not travel: the team, and what is known of the model."""
+        self._team: Team | None = None
+        if len(self.device_ids) > 1 and not inside_replica():
+            self._team = team = team_for(self.device_ids)
+            self._work = Work()
+            self._replicated = Replicated(self.module, team)
+            self._outputs = Outputs(self._replicated, self.out_dims, self.scalar_outputs)
+            with team.lock:
+                team.start()
+        elif not self.device_ids:
+            _say_once()
+
+    # ------------------------------------------------------------------ a step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """The module's output for the whole batch, computed by all replicas.
+
+        Raises:
+            ValueError: Arguments cannot be split, or outputs cannot be joined; it names the path.
+            ReplicaDied: A replica has come to an end. The next call starts a new one.
+            Exception: Whatever the module raises, in any replica.
+        """
+        team = self._team
+        devices = 1 if team is None else team.size
+        plan = plan_split(
+            args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
+            min_rows=self._rows_needed(),
+        )  # fmt: skip
+        if team is None or plan.replicas == 1:
+            args, kwargs = plan.shard(0)
+            return self.module(*args, **kwargs)
+        with team.lock:
+            team.ensure_ready()
+            self._replicated.sync()
+            call = Call(self._replicated, plan, self._work)
+            try:
+                return bridge.run(call, lambda output, answers: self._outputs.joiner(plan, output, answers))
+            finally:
+                self._replicated.settle()
+
+    def _rows_needed(self) -> int:
+        """Batch normalisation cannot train on a single row."""
+        norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        return 2 if any(norm.training for norm in norms) else 1
+
+    # ------------------------------------------------------------------ what was done
+
+    def report(self) -> list[ReplicaReport]:
+        """What each replica has done and holds."""
+        team = self._team
+        if team is None:
+            return []
+        from evenly.team.values import ask_report  # noqa: PLC0415
+
+        mine = ReplicaReport(0, team.devices[0], self._work.rows, self._work.seconds, process_memory())
+        with team.lock:
+            team.ensure_ready()
+            others = ask_report(team)
+        return [
+            mine,
+            *(
+                ReplicaReport(replica, team.devices[replica], rows, seconds, memory)
+                for replica, (rows, seconds, memory) in enumerate(others, 1)
+            ),
+        ]
+
+    # ------------------------------------------------------------------ travelling
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_team", "_work", "_replicated", "_outputs"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+
+_said = False
+
+
+def _say_once() -> None:
+    global _said  # noqa: PLW0603 - once per process
+    if not _said:
+        _said = True
+        warnings.warn(
+            "there is no accelerator, so DataParallel runs the module directly; "
+            'for replicas on the CPU say device_ids=["cpu"] * n',
+            stacklevel=4,
+        )
+
+
+def data_parallel(  # noqa: PLR0913, PLR0917 - as torch.nn.parallel.data_parallel
+    module: nn.Module,
+    inputs: Any,  # noqa: ANN401
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:  # noqa: ANN401
+    """Run a module once over several devices; see :class:`DataParallel`, which is the better choice for a loop.
+
+    Args:
+        module: The module.
+        inputs: Its positional arguments: a tuple, or one that is not a tuple.
+        device_ids, output_device, dim: As for :class:`DataParallel`.
+        module_kwargs: Its keyword arguments.
+    """
+    arguments = cast("tuple[Any, ...]", inputs if isinstance(inputs, tuple) else (inputs,) if inputs is not None else ())
+    wrapped = DataParallel(module, device_ids, output_device, dim)
+    return wrapped(*arguments, **(module_kwargs or {}))
