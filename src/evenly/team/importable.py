@@ -9,18 +9,18 @@ from pathlib import Path
 
 import cloudpickle
 
-__all__ = ["travels_by_name", "value_modules_registered"]
+__all__ = ["register_if_by_value", "travels_by_name"]
 
 # name -> the module that was judged under that name, and the judgement
 _judged: dict[str, tuple[types.ModuleType, bool]] = {}
 
 
-def value_modules_registered(name: str | None) -> None:
+def register_if_by_value(name: str | None) -> None:
     """Sees to it that what module `name` defines travels by value if it cannot be imported elsewhere.
 
     cloudpickle takes every entry of ``sys.modules`` for importable. Those that exist only there (created with
     ``types.ModuleType``, or loaded from a file that their name does not lead to) are registered with
-    ``cloudpickle.register_pickle_by_value``: a fact about the module, true for other users of cloudpickle too.
+    ``cloudpickle.register_pickle_by_value``: a fact about the module, true for all users of cloudpickle.
     """
     if name is None or name == "__main__":
         return
@@ -45,7 +45,7 @@ def travels_by_name(module: types.ModuleType) -> bool:
         return True
     # `torch.ops` and its kin have no file: they come into being when their package is imported.
     root = name.partition(".")[0]
-    value_modules_registered(root)
+    register_if_by_value(root)
     return root != name and _judged.get(root, (module, False))[1]
 
 

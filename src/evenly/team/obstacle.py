@@ -29,8 +29,8 @@ def explain_obstacle(obj: object, name: str, error: Exception, pack: Callable[[o
     holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
     return (
         f"{path} cannot be sent to another process: it is a {kind} ({type(error).__name__}: {error}). "
-        f"Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong to "
-        f"one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
+        f"Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong "
+        f"to one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
     )
 
 

@@ -14,23 +14,26 @@ and line numbers. A class that comes back to the process that defined it is that
 
 from __future__ import annotations
 
-import importlib
 import io
-import marshal
 import pickle
 import types
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from evenly.team.importable import travels_by_name, value_modules_registered
+from evenly.team.definitions import (
+    is_parametrized,
+    reduce_class,
+    reduce_code,
+    reduce_parametrized,
+    reduce_python_module,
+)
+from evenly.team.importable import register_if_by_value
 
 __all__ = ["LeafRegistry", "Parcel", "ShippingError", "pack", "unpack"]
 
@@ -132,7 +135,7 @@ def unpack(
 
     Args:
         payload: :attr:`Parcel.payload`.
-        tensors: This process's counterparts of :attr:`Parcel.tensors`; they become part of the result, uncopied.
+        tensors: This process's counterparts of :attr:`Parcel.tensors`; they are put into the result, uncopied.
         leaves: This process's leaf tensors, in the order of the sender's registry.
         modules: The modules that the sender's `known_modules` counts.
 
@@ -177,11 +180,11 @@ class _Pickler(cloudpickle.Pickler):
         self._leaves = leaves
         self._known_modules = known_modules
         self._kinds = _COMMON_TYPES.copy()
-        self._positions: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no id in _positions is used twice
+        self._places: dict[int, int] = {}
+        self._alive: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        cls: type = type(obj)
+        cls = type(obj)  # pyright: ignore[reportUnknownVariableType]
         kind = self._kinds.get(cls)
         if kind is None:
             kind = self._kinds[cls] = _kind_of(cls)
@@ -195,43 +198,44 @@ class _Pickler(cloudpickle.Pickler):
         return obj.pid  # _Placed
 
     def reducer_override(self, obj: Any) -> Any:
-        cls: type = type(obj)
+        cls = type(obj)  # pyright: ignore[reportUnknownVariableType]
         if cls is types.FunctionType:
-            value_modules_registered(obj.__module__)
+            register_if_by_value(obj.__module__)
             return super().reducer_override(obj)
         if cls is types.CodeType:
-            return _reduce_code(obj)
+            return reduce_code(obj)
         if issubclass(cls, type):
-            return self._reduce_class(obj)
+            return reduce_class(obj, super().reducer_override)
         if issubclass(cls, Tensor):
             return self._reduce_tensor(obj)
         if issubclass(cls, types.ModuleType):
-            return _reduce_python_module(obj)
+            return reduce_python_module(obj)
         if cls is weakref.ref:
             referent = obj()
             return (_dead_reference, ()) if referent is None else (weakref.ref, (referent,))
-        if issubclass(cls, nn.Module) and _parametrized_names(cls):
-            # torch refuses to pickle these because their class cannot be imported; here it travels.
-            return _new_instance, (cls,), cls.__mro__[1].__getstate__(obj)
+        if issubclass(cls, nn.Module) and is_parametrized(cls):
+            return reduce_parametrized(obj)
         return super().reducer_override(obj)
 
     def _tensor_id(self, tensor: Tensor) -> int | None:
         """The persistent id of a tensor without Python attributes; None if torch has to take it apart."""
-        position = self._positions.get(id(tensor))
-        if position is not None:
-            return 4 * position + _TENSOR
+        place = self._places.get(id(tensor))
+        if place is not None:
+            return place
         if _is_leaf(tensor):
             return None if self._leaves is None else 4 * self._leaves.index(tensor) + _LEAF
         if not _is_plain(tensor):
             return None
-        return self._follow(tensor)
+        # Kept, so that no id in _places is used twice.
+        self._alive.append(tensor)
+        place = self._follow(tensor)
+        self._places[id(tensor)] = place
+        return place
 
     def _follow(self, tensor: Tensor) -> int:
         """Lets `tensor` follow in the parcel; returns its persistent id."""
-        position = self._positions[id(tensor)] = len(self.tensors)
-        self._alive.append(tensor)
         self.tensors.append(_compact(tensor))
-        return 4 * position + _TENSOR
+        return 4 * (len(self.tensors) - 1) + _TENSOR
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         """A tensor that is more than its place: exotic, with Python attributes, or a leaf that travels."""
@@ -249,20 +253,6 @@ class _Pickler(cloudpickle.Pickler):
             return build, (place, tensor.requires_grad), state, None, None, _set_attributes
         return build, (place,), state, None, None, _set_attributes
 
-    def _reduce_class(self, cls: type) -> Any:
-        if cls in _received_classes:
-            # Its definition is at home where it came from; only its name goes back.
-            return _resolve_class, (_class_keys[cls], None, None)
-        names = _parametrized_names(cls)
-        if names:
-            return _parametrized_class, (cls.__mro__[1], names)
-        value_modules_registered(cls.__module__)
-        reduction = super().reducer_override(cls)
-        if not (isinstance(reduction, tuple) and len(cast("tuple[Any, ...]", reduction)) == 6):  # noqa: PLR2004
-            return reduction
-        make, args, state, _, _, set_state = cast("tuple[Any, ...]", reduction)
-        return _resolve_class, (_key_of_class(cls), make, args), (set_state, state), None, None, _define_class
-
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
@@ -273,10 +263,10 @@ class _Unpickler(pickle.Unpickler):
         modules: Sequence[nn.Module],
     ) -> None:
         super().__init__(file)
-        self._places = (tensors, leaves, modules)
+        self._things = (tensors, leaves, modules)
 
     def persistent_load(self, pid: int) -> Any:
-        return self._places[pid & 3][pid >> 2]
+        return self._things[pid & 3][pid >> 2]
 
 
 # --- tensors ---------------------------------------------------------------------------------------------
@@ -337,79 +327,6 @@ def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:  # noqa: FB
 
 def _set_attributes(obj: object, attributes: dict[str, Any]) -> None:
     obj.__dict__.update(attributes)
-
-
-# --- classes, functions, modules -------------------------------------------------------------------------
-
-_class_keys: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-_classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
-_received_classes: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-def _key_of_class(cls: type) -> str:
-    key = _class_keys.setdefault(cls, uuid.uuid4().hex)
-    _classes[key] = cls
-    return key
-
-
-def _resolve_class(key: str, make: Callable[..., type] | None, args: tuple[Any, ...] | None) -> type:
-    """The class that `key` means here: our own, or one received earlier, or a new one."""
-    cls = _classes.get(key)
-    if cls is None:
-        if make is None or args is None:
-            raise pickle.UnpicklingError("a class that was defined and sent from here no longer exists here")
-        cls = make(*args)
-        _class_keys[cls] = key
-        _classes[key] = cls
-        _received_classes.add(cls)
-    return cls
-
-
-def _define_class(cls: type, definition: tuple[Callable[[type, Any], None], Any]) -> None:
-    # Without this test cloudpickle would overwrite the methods of our own class with copies.
-    if cls in _received_classes:
-        set_state, state = definition
-        set_state(cls, state)
-
-
-def _reduce_code(code: types.CodeType) -> Any:
-    try:
-        # cloudpickle renames the file to "<dynamic-code>"; marshal keeps file name and line table.
-        return marshal.loads, (marshal.dumps(code),)
-    except ValueError:  # constants that no compiler makes
-        return NotImplemented
-
-
-def _reduce_python_module(module: types.ModuleType) -> Any:
-    value_modules_registered(module.__name__)
-    if travels_by_name(module):
-        return importlib.import_module, (module.__name__,)
-    return NotImplemented
-
-
-def _parametrized_names(cls: type) -> list[str]:
-    """The parametrized tensors of a class made by ``torch.nn.utils.parametrize``; empty for others."""
-    if getattr(cls.__dict__.get("__getstate__"), "__module__", None) != parametrize.__name__:
-        return []
-    return [
-        name
-        for name, value in cls.__dict__.items()
-        if isinstance(value, property) and getattr(value.fget, "__module__", "") == parametrize.__name__
-    ]
-
-
-def _parametrized_class(base: type[nn.Module], names: list[str]) -> type[nn.Module]:
-    # Made by torch again, not by value: its properties read `parametrize.cached`'s global switch.
-    shell = base.__new__(base)
-    nn.Module.__init__(shell)
-    parametrize._inject_new_class(shell)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    for name in names:
-        parametrize._inject_property(shell, name)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
-    return type(shell)
-
-
-def _new_instance(cls: type[nn.Module]) -> nn.Module:
-    return cls.__new__(cls)
 
 
 def _dead_reference() -> weakref.ref[Any]:
