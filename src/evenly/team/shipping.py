@@ -20,7 +20,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -135,7 +135,7 @@ def unpack(
 
     Args:
         payload: :attr:`Parcel.payload`.
-        tensors: This process's counterparts of :attr:`Parcel.tensors`; they are put into the result, uncopied.
+        tensors: This process's counterparts of :attr:`Parcel.tensors`; used as they are, uncopied.
         leaves: This process's leaf tensors, in the order of the sender's registry.
         modules: The modules that the sender's `known_modules` counts.
 
@@ -183,19 +183,19 @@ class _Pickler(cloudpickle.Pickler):
         self._places: dict[int, int] = {}
         self._alive: list[Tensor] = []
 
-    def persistent_id(self, obj: Any) -> int | None:
-        cls = type(obj)  # pyright: ignore[reportUnknownVariableType]
+    def persistent_id(self, obj: object) -> int | None:
+        cls = type(obj)
         kind = self._kinds.get(cls)
         if kind is None:
             kind = self._kinds[cls] = _kind_of(cls)
         if kind == _OTHER:
             return None
         if kind == _TENSOR:
-            return None if obj.__dict__ else self._tensor_id(obj)
+            return None if obj.__dict__ else self._tensor_id(cast("Tensor", obj))
         if kind == _MODULE:
             index = self._known_modules.get(id(obj)) if self._known_modules else None
             return None if index is None else 4 * index + _MODULE
-        return obj.pid  # _Placed
+        return cast("_Placed", obj).pid
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)  # pyright: ignore[reportUnknownVariableType]
