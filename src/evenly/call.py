@@ -17,7 +17,7 @@ from evenly.team.context import capture, random_state, shared_cores, threads_per
 from evenly.team.execution import Graph, backward
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
-from evenly.team.values import Handle
+from evenly.team.values import Handle, fetch_from
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
@@ -78,7 +78,7 @@ class Call:
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
         with record_function("evenly.forward: send shards"):
-            self._send(call, base, wanted)
+            self._send(call, base, wanted, graph)
         own: BaseException | None = None
         output: Any = None
         try:
@@ -103,12 +103,14 @@ class Call:
         tensors = answers.tensors_of(output)
         self._graph = Graph(tensors, inputs) if graph else None
         self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
+        self._with_graphs = [replica for replica, flags in enumerate(self._differentiable, 1) if any(flags)]
         return self._join
 
-    def _send(self, call: int, base: int, wanted: list[bool]) -> None:
+    def _send(self, call: int, base: int, wanted: list[bool], graph: bool) -> None:  # noqa: FBT001
         team, plan, model = self.team, self.plan, self.model
         team.tell_released()
-        context = capture(team.size)
+        # An autograd function's forward runs without grad mode, whatever the caller's is.
+        context = (graph, *capture(team.size)[1:])
         state = random_state()
         buffer_specs, buffer_data = model.buffers.outgoing()
         for replica in range(1, self.replicas):
@@ -226,7 +228,7 @@ class Call:
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
             failure = error
         with record_function("evenly.backward: wait for replicas"):
-            replies = [self._reply(replica) for replica in range(1, self.replicas)]
+            replies = [self._reply(replica) for replica in self._with_graphs]
         for reply in replies:
             if isinstance(reply, BaseException):
                 failure = failure or reply
@@ -266,7 +268,7 @@ class Call:
                     spec, flat = wire_form(part)
                     specs[replica - 1].append((position, True, spec))
                     data[replica - 1].append(flat)
-        for replica in range(1, self.replicas):
+        for replica in self._with_graphs:
             header = (int(Command.BACKWARD), self._remote.call, keep, base, tuple(specs[replica - 1]))
             self.team.ask(replica, encode(header), data[replica - 1])
         return own
@@ -278,7 +280,7 @@ class Call:
         present, metas, payload, specs = found
         tensors = [receive_tensor(self.team.channel(replica), spec) for spec in specs]
         inputs = {meta[0]: meta[1:] for meta in metas}
-        return _Reply(present, inputs, unpack(payload, tensors) if payload else [])
+        return _Reply(replica, present, inputs, unpack(payload, tensors) if payload else [])
 
     def _sum(self, own: list[Tensor | None], replies: list[_Reply], incoming: list[Tensor]) -> list[Tensor | None]:
         """Gradients of all leaves: the driver's, plus those that the replicas left in shared memory, in their order."""
@@ -290,7 +292,8 @@ class Call:
                 gradient.untyped_storage().data_ptr() in foreign
             ):
                 total[position] = gradient.clone()
-        for reply, shared in zip(replies, self.model.gradients, strict=False):
+        for reply in replies:
+            shared = self.model.gradients[reply.replica - 1]
             sparse = iter(reply.sparse)
             sums: list[Tensor] = []
             addends: list[Tensor] = []
@@ -314,13 +317,12 @@ class Call:
         """The gradient of one input; sharded when the input is."""
         leaf = self.leaves[position]
         handle = Handle(self.team, base + position)
-        there = [bool(reply.inputs.get(position)) for reply in replies]
+        answered = {reply.replica: bool(reply.inputs.get(position)) for reply in replies}
+        there = [answered.get(replica, False) for replica in range(1, self.replicas)]
         if own is None and not any(there):
             return None
         if self._resident(leaf) is not None and own is not None and all(there) and leaf.dim is not None:
             return ShardedTensor.of_rows(self.team, own, handle, leaf.dim, self.plan.rows)
-        from evenly.team.values import fetch_from  # noqa: PLC0415
-
         parts = [own]
         for replica, present in enumerate(there, 1):
             parts.append(fetch_from(self.team, replica, handle) if present else None)
@@ -332,11 +334,13 @@ class _Reply:
     """What a replica says after its backward.
 
     Attributes:
+        replica: Who says it.
         present: Per leaf 0: no gradient; 1: one in shared memory; 2: a sparse one.
         inputs: Per position of an input its gradient's dtype and shape; empty if there is none.
         sparse: The sparse ones, in order.
     """
 
+    replica: int
     present: bytes
     inputs: dict[int, tuple[Any, ...]]
     sparse: list[Tensor]

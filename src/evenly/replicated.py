@@ -93,7 +93,7 @@ class Replicated:
             block.close()
         self.trainable = [position for position, leaf in enumerate(leaves) if leaf.requires_grad]
         self.buffers = Buffers(self.module)
-        self._watch = Watch(self.module)
+        self._watch = Watch(self.module, leaves)
         self._generation = team.generation
         self._forget = weakref.finalize(self, team.release, team.generation, model=number)
         self._forget.atexit = False

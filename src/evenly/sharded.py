@@ -233,7 +233,7 @@ class ShardedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         del tensor_contents
-        text = repr(self.detach().plain())
+        text = repr(plain(self.detach()))
         if self.grad_fn is not None:
             return f"{text[:-1]}, grad_fn=<{self.grad_fn.name()}>)"
         return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
@@ -247,7 +247,7 @@ class ShardedTensor(torch.Tensor):
 
     def tolist(self) -> Any:  # noqa: ANN401
         """As for a plain tensor."""
-        return self.detach().plain().tolist()
+        return plain(self.detach()).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401 - NumPy need not be installed
         """As for a plain tensor. The array shares memory with this tensor, which is gathered for good."""
@@ -286,7 +286,7 @@ class ShardedTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:  # noqa: ANN401
-        return self.detach().plain().clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return plain(self.detach()).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     # ------------------------------------------------------------------ as an argument of a wrapped model
 
@@ -298,7 +298,7 @@ class ShardedTensor(torch.Tensor):
         shards = self.shards
         if shards is not None and replica == 0 and shards.rows == rows and shards.dim == dim:
             return shards.local
-        return self.detach().plain().split(rows, dim)[replica]
+        return plain(self.detach()).split(rows, dim)[replica]
 
 
 class _FullTensor(torch.autograd.Function):

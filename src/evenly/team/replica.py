@@ -226,9 +226,6 @@ class Replica:
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
             incoming[position] = receive_tensor(self.channel, what) if inline else self.values[what]
-        if call not in self.graphs:
-            self._reply(b"", (), None, ())
-            return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
