@@ -103,9 +103,7 @@ def test_a_parameter_called_module_survives() -> None:
 
 def test_a_clean_checkpoint_fits_a_compiled_model() -> None:
     target = nn.DataParallel(torch.compile(net()))
-    assert list(clean_keys(net().state_dict(), expected=target.state_dict().keys())) == list(
-        target.state_dict()
-    )
+    assert list(clean_keys(net().state_dict(), expected=target.state_dict().keys())) == list(target.state_dict())
 
 
 def test_an_averaged_models_weights_fit_the_bare_model() -> None:
@@ -129,9 +127,7 @@ def test_only_some_keys_have_a_prefix() -> None:
 @pytest.mark.parametrize("expected", [None, ["fc.weight"]])
 def test_two_keys_that_become_one_are_refused(expected) -> None:
     state = {"fc._orig_mod.weight": 1, "fc.weight": 2}
-    with pytest.raises(
-        ValueError, match=r"'fc\._orig_mod\.weight' and 'fc\.weight' both become 'fc\.weight'"
-    ):
+    with pytest.raises(ValueError, match=r"'fc\._orig_mod\.weight' and 'fc\.weight' both become 'fc\.weight'"):
         clean_keys(state, expected=expected)
 
 
@@ -404,9 +400,7 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
         load(tmp_path / "b.pt")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"cmodel\nname\n", b"\x80garbage", pickle.dumps([1, 2.5])]
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b"cmodel\nname\n", b"\x80garbage", pickle.dumps([1, 2.5])])
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.pt is not a checkpoint"):
@@ -423,9 +417,7 @@ def test_half_a_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_would_run_code_names_the_type_and_the_remedy(tmp_path: Path) -> None:
     torch.save({"args": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
-    with pytest.raises(
-        pickle.UnpicklingError, match=r"argparse\.Namespace.*safe_globals\(\[argparse\.Namespace\]\)"
-    ):
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace.*safe_globals\(\[argparse\.Namespace\]\)"):
         load(tmp_path / "a.pt")
 
 

@@ -83,9 +83,7 @@ BUILDERS = [
 PLACES = {
     "alone": lambda m: m,
     "in a model": lambda m: nn.Sequential(nn.Linear(1, 1), m),
-    "deep in a model": lambda m: nn.ModuleDict(
-        {"a": nn.Sequential(m, nn.BatchNorm1d(2)), "b": nn.Linear(1, 1)}
-    ),
+    "deep in a model": lambda m: nn.ModuleDict({"a": nn.Sequential(m, nn.BatchNorm1d(2)), "b": nn.Linear(1, 1)}),
     "in a compiled model": lambda m: m if "_orig_mod" in m._modules else torch.compile(m),
     "in an averaged model": torch.optim.swa_utils.AveragedModel,
     "in itself": lambda m: Wrapper(m) if isinstance(m, Wrapper) else m,
@@ -155,11 +153,7 @@ def test_members_have_the_names_that_they_have_in_the_bare_model(build, place) -
             ]
             assert names[0] == names[1]
         seen = [
-            [
-                name
-                for name, part in model.named_modules(remove_duplicate=remove_duplicate)
-                if type(part) is not Wrapper
-            ]
+            [name for name, part in model.named_modules(remove_duplicate=remove_duplicate) if type(part) is not Wrapper]
             for model in (bare, wrapped)
         ]
         assert seen[0] == seen[1]
@@ -433,9 +427,7 @@ def test_what_the_wrapper_lacks_comes_from_the_module() -> None:
 
 def test_what_nobody_has_is_said_to_be_missing_from_both() -> None:
     _, wrapped = pair(Net)
-    with pytest.raises(
-        AttributeError, match="'Wrapper' object has no attribute 'genrate', nor has the 'Net' object"
-    ):
+    with pytest.raises(AttributeError, match="'Wrapper' object has no attribute 'genrate', nor has the 'Net' object"):
         _ = wrapped.genrate
     assert not hasattr(wrapped, "genrate")
     assert not hasattr(Wrapper.__new__(Wrapper), "anything")

@@ -322,9 +322,7 @@ def test_the_whole_is_printed_as_python_prints_causes():
     ],
 )
 def test_a_death_is_explained(returncode: int | None, words: str):
-    message = death_message(
-        1, "cpu", pid=123, returncode=returncode, phase="forward", last_words="Fatal error\n"
-    )
+    message = death_message(1, "cpu", pid=123, returncode=returncode, phase="forward", last_words="Fatal error\n")
     assert message.startswith("replica 1 (cpu, pid 123) ")
     assert words in message
     assert message.endswith("Its last words:\nFatal error")

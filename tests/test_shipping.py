@@ -349,9 +349,7 @@ def test_a_file_loaded_under_a_name_that_does_not_lead_to_it_travels_by_value(tm
 
 def elsewhere(payload: bytes, code: str) -> str:
     """What `code` prints in another process that unpacked `payload` as `got`."""
-    script = (
-        f"import sys\nfrom evenly.team.shipping import unpack\ngot = unpack(sys.stdin.buffer.read())\n{code}"
-    )
+    script = f"import sys\nfrom evenly.team.shipping import unpack\ngot = unpack(sys.stdin.buffer.read())\n{code}"
     result = subprocess.run([sys.executable, "-c", script], input=payload, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr.decode()
     return result.stdout.decode()

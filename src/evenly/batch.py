@@ -102,7 +102,7 @@ class SplitPlan:
             copy).
     """
 
-    def __init__(self, size: int | None, dim: int, rows: tuple[int, ...], tree: Tree, leaves: list[Unit]) -> None:  # noqa: PLR0913, PLR0917, E501
+    def __init__(self, size: int | None, dim: int, rows: tuple[int, ...], tree: Tree, leaves: list[Unit]) -> None:
         self.size = size
         self.dim = dim
         self.rows = rows
@@ -136,9 +136,7 @@ class SplitPlan:
         part = self._parts[replica]
         return self._build(part, [cut(leaf, part) for leaf in self._tensor_leaves])
 
-    def build(
-        self, replica: int, tensors: Sequence[torch.Tensor | None]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def build(self, replica: int, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of one replica around other tensors than `cut` would give.
 
         Args:
@@ -177,7 +175,7 @@ class SplitPlan:
         return self._tree.rebuild([unit.build(part, [next(given) for _ in unit.tensors]) for unit in self.leaves])
 
 
-def plan_split(  # noqa: PLR0913 - what a wrapper's constructor collects
+def plan_split(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
@@ -234,7 +232,7 @@ def plan_split(  # noqa: PLR0913 - what a wrapper's constructor collects
 class _Planner:
     """Walks through the arguments once and decides on every part of them."""
 
-    def __init__(self, size: int | None, dim: int, devices: int, replicas: int, origin: Callable[[], str]) -> None:  # noqa: PLR0913, PLR0917, E501
+    def __init__(self, size: int | None, dim: int, devices: int, replicas: int, origin: Callable[[], str]) -> None:
         self.size = size
         self.dim = dim
         self.replicas = replicas
@@ -248,10 +246,12 @@ class _Planner:
         node = unpack(value)
         if node is None:
             raise AssertionError(path)
-        return node.close([
-            self.value(child, child_path, along)
-            for child, child_path in zip(node.children, node.paths(path), strict=True)
-        ])
+        return node.close(
+            [
+                self.value(child, child_path, along)
+                for child, child_path in zip(node.children, node.paths(path), strict=True)
+            ]
+        )
 
     def value(self, value: Any, path: str, along: int | None = None) -> Tree:
         """Decides on a value and everything in it."""
@@ -423,9 +423,7 @@ def _mark_call(
         entries = dict(enumerate(dims))
     else:
         entries = dict.fromkeys([*range(len(args)), *kwargs], in_dims)
-    marked = tuple(
-        _mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args)
-    )
+    marked = tuple(_mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args))
     named = {
         key: _mark(value, entries[key], f'kwargs["{key}"]') if key in entries else value
         for key, value in kwargs.items()

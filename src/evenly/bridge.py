@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from evenly.team.answer import Answer
 
 
-def run(call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner]) -> Any:  # noqa: ANN401
+def run(call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner]) -> Any:
     """Run a call and return its joined output, in the driver's autograd graph where gradients are wanted."""
     inputs = [position for position, leaf in enumerate(call.leaves) if leaf.value.requires_grad]
     if not torch.is_grad_enabled() or not (call.parameters or inputs):
@@ -40,9 +40,7 @@ class _State:
 
     __slots__ = ("call", "inputs", "join", "joiner")
 
-    def __init__(
-        self, call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner] | None, inputs: list[int]
-    ) -> None:
+    def __init__(self, call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner] | None, inputs: list[int]) -> None:
         self.call = call
         self.joiner = joiner
         self.inputs = inputs
@@ -53,7 +51,7 @@ class _Bridge(torch.autograd.Function):
     """The model as one node of the driver's graph."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401, ARG004
+    def forward(ctx: Any, state: _State, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
         assert state.joiner is not None  # noqa: S101
         join = state.join = state.call.forward(state.joiner, graph=True)
         state.joiner = None
@@ -65,9 +63,9 @@ class _Bridge(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call = cast("Call", ctx.call)
-        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore # noqa: SLF001
+        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
         if all(gradient is None for gradient in gradients):
             return (None,) * (1 + len(call.parameters) + len(ctx.inputs))
         with call.team.lock:

@@ -66,7 +66,7 @@ class Call:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:  # noqa: FBT001
+    def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:
         """Run all shards and join what they return.
 
         Args:
@@ -106,7 +106,7 @@ class Call:
         self._with_graphs = [replica for replica, flags in enumerate(self._differentiable, 1) if any(flags)]
         return self._join
 
-    def _send(self, call: int, base: int, wanted: list[bool], graph: bool) -> None:  # noqa: FBT001
+    def _send(self, call: int, base: int, wanted: list[bool], graph: bool) -> None:
         team, plan, model = self.team, self.plan, self.model
         team.tell_released()
         # An autograd function's forward runs without grad mode, whatever the caller's is.
@@ -159,7 +159,7 @@ class Call:
         fits = shards is not None and shards.team is self.team and shards.dim == leaf.dim
         return shards.handle if shards is not None and fits and shards.rows == self.plan.rows else None
 
-    def _run_own(self, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:  # noqa: FBT001
+    def _run_own(self, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
         started = time.perf_counter()
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor | None] = []
@@ -288,8 +288,10 @@ class Call:
         foreign = {tensor.untyped_storage().data_ptr() for tensor in incoming}
         for position, gradient in enumerate(total):
             # Autograd may hand over what the user passed to backward(); that must not be added to.
-            if gradient is not None and gradient.layout is torch.strided and (
-                gradient.untyped_storage().data_ptr() in foreign
+            if (
+                gradient is not None
+                and gradient.layout is torch.strided
+                and (gradient.untyped_storage().data_ptr() in foreign)
             ):
                 total[position] = gradient.clone()
         for reply in replies:

@@ -30,9 +30,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 
 
-def clean_keys(
-    state_dict: Mapping[str, Any], *, expected: Collection[str] | None = None
-) -> OrderedDict[str, Any]:
+def clean_keys(state_dict: Mapping[str, Any], *, expected: Collection[str] | None = None) -> OrderedDict[str, Any]:
     """Takes the parts that wrappers put into keys (``module.``, ``_orig_mod.``) out of a state dict.
 
     They go from any place and any nesting: ``module._orig_mod.encoder.module.weight`` becomes
@@ -65,13 +63,11 @@ def clean_keys(
         for path in metadata:
             # Copies, because torch writes into them while it loads.
             versions[rename(path)] = dict(metadata[path])
-        cast("Any", cleaned)._metadata = versions  # noqa: SLF001 - where torch looks for versions
+        cast("Any", cleaned)._metadata = versions
     return cleaned
 
 
-def key_cleaner(
-    state_dict: Mapping[str, Any], *, expected: Collection[str] | None = None
-) -> Callable[[str], str]:
+def key_cleaner(state_dict: Mapping[str, Any], *, expected: Collection[str] | None = None) -> Callable[[str], str]:
     """Finds how `clean_keys` renames keys and paths of modules.
 
     Args:
@@ -146,7 +142,7 @@ def save(path: str | os.PathLike[str], state: object) -> None:
             raise
 
 
-def load(path: str | os.PathLike[str], map_location: MAP_LOCATION = "cpu") -> Any:  # noqa: ANN401 - any state
+def load(path: str | os.PathLike[str], map_location: MAP_LOCATION = "cpu") -> Any:
     """Reads a checkpoint, and nothing that could run code.
 
     Args:
@@ -194,9 +190,7 @@ def load(path: str | os.PathLike[str], map_location: MAP_LOCATION = "cpu") -> An
 
 
 def _broken(path: str | os.PathLike[str], error: Exception) -> str:
-    return (
-        f"{os.fspath(path)} is not a checkpoint of torch.save, or only a part of one ({_first_line(error)})"
-    )
+    return f"{os.fspath(path)} is not a checkpoint of torch.save, or only a part of one ({_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:

@@ -75,7 +75,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         >>> loss.backward()
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[Device] | None = None,
@@ -83,9 +83,9 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         dim: int = 0,
         *,
         split: Sequence[float] | None = None,
-        in_dims: Any = None,  # noqa: ANN401
-        out_dims: Any = ...,  # noqa: ANN401
-        scalar_outputs: Any = None,  # noqa: ANN401
+        in_dims: Any = None,
+        out_dims: Any = ...,
+        scalar_outputs: Any = None,
     ) -> None:
         nn.Module.__init__(self)
         if isinstance(module, DataParallel):
@@ -125,7 +125,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
 
     # ------------------------------------------------------------------ a step
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch, computed by all replicas.
 
         Raises:
@@ -153,7 +153,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
 
     def _rows_needed(self) -> int:
         """Batch normalisation cannot train on a single row."""
-        norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))  # pyright: ignore[reportPrivateUsage]
         return 2 if any(norm.training for norm in norms) else 1
 
     # ------------------------------------------------------------------ what was done
@@ -163,7 +163,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         team = self._team
         if team is None:
             return []
-        from evenly.team.values import ask_report  # noqa: PLC0415
+        from evenly.team.values import ask_report
 
         mine = ReplicaReport(0, team.devices[0], self._work.rows, self._work.seconds, process_memory())
         with team.lock:
@@ -204,14 +204,14 @@ def _say_once() -> None:
         )
 
 
-def data_parallel(  # noqa: PLR0913, PLR0917 - as torch.nn.parallel.data_parallel
+def data_parallel(
     module: nn.Module,
-    inputs: Any,  # noqa: ANN401
+    inputs: Any,
     device_ids: Sequence[Device] | None = None,
     output_device: Device | None = None,
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Run a module once over several devices; see :class:`DataParallel`, which is the better choice for a loop.
 
     Args:
@@ -220,6 +220,8 @@ def data_parallel(  # noqa: PLR0913, PLR0917 - as torch.nn.parallel.data_paralle
         device_ids, output_device, dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
     """
-    arguments = cast("tuple[Any, ...]", inputs if isinstance(inputs, tuple) else (inputs,) if inputs is not None else ())
+    arguments = cast(
+        "tuple[Any, ...]", inputs if isinstance(inputs, tuple) else (inputs,) if inputs is not None else ()
+    )
     wrapped = DataParallel(module, device_ids, output_device, dim)
     return wrapped(*arguments, **(module_kwargs or {}))

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from evenly.outputs import (
-    Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Stack, Sum, Unknown, check_and_join_values,
+    Constant,
+    Mean,
+    OutputRule,
+    PackedRows,
+    Rows,
+    SampleList,
+    Stack,
+    Sum,
+    Unknown,
+    check_and_join_values,
     check_tensor_metas,
 )  # fmt: skip
 from evenly.packed import join_samples, layout_of
@@ -85,7 +94,7 @@ class Joiner:
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
-    def join(self, local: Any, answers: Sequence[Answer], base: int) -> Join:  # noqa: ANN401
+    def join(self, local: Any, answers: Sequence[Answer], base: int) -> Join:
         """Put the driver's output and those of the replicas together.
 
         Raises:
@@ -99,7 +108,7 @@ class Joiner:
             leaves.append(self._leaf(path, rule, list(parts), base))
         return Join(self.tree, leaves, self.joints)
 
-    def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:  # noqa: ANN401
+    def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:
         first = parts[0]
         if isinstance(first, PackedSequence):
             return self._packed(path, rule, parts, base)
@@ -109,7 +118,7 @@ class Joiner:
             parts = [self._pieces(part, replica, base) for replica, part in enumerate(parts)]
         return check_and_join_values(path, rule, parts, self.rows)
 
-    def _tensor(  # noqa: PLR0911 - one return for each rule
+    def _tensor(
         self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
     ) -> int | _Later:
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
@@ -176,7 +185,7 @@ class Joiner:
         later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
         return _PackedLater(later.position, index, layout)
 
-    def _pieces(self, items: Any, replica: int, base: int) -> Any:  # noqa: ANN401
+    def _pieces(self, items: Any, replica: int, base: int) -> Any:
         """Tensors inside of per-sample items: each belongs to one replica, and is brought here."""
         leaves, tree = flatten(items, root="output")
         made: list[Any] = []
@@ -217,10 +226,10 @@ class Join:
     leaves: list[Any]
     joints: list[Joint]
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+    def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
 
-        def fill(leaf: Any) -> Any:  # noqa: ANN401
+        def fill(leaf: Any) -> Any:
             if isinstance(leaf, _Later):
                 return tensors[leaf.position]
             if isinstance(leaf, _PackedLater):

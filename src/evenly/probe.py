@@ -83,13 +83,13 @@ def rules_from_shapes(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list
     return rules, tree
 
 
-def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion
+def _infer(
     values: list[Any],
     path: str,
     counts: Sequence[int],
     rules: list[OutputRule],
     again: Any,
-    by_shape: bool = False,  # noqa: FBT001, FBT002
+    by_shape: bool = False,
 ) -> Tree:
     if any(value is None for value in values) and not all(value is None for value in values):
         missing = [count for value, count in zip(values, counts, strict=True) if value is None]
@@ -116,10 +116,14 @@ def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion
             repeats: Sequence[Any] = [...] * sizes[0]
         else:
             repeats = repeat.children
-        return opened[0].close([
-            _infer([node.children[i] for node in opened], path + first.step(key), counts, rules, repeats[i], by_shape)
-            for i, key in enumerate(first.keys)
-        ])
+        return opened[0].close(
+            [
+                _infer(
+                    [node.children[i] for node in opened], path + first.step(key), counts, rules, repeats[i], by_shape
+                )
+                for i, key in enumerate(first.keys)
+            ]
+        )
     if opened or len({_family(value) for value in values}) > 1:
         kinds = [type(value).__name__ for value in values]
         raise ValueError(f"{path} is of the types {kinds} for {list(counts)} rows: it must be the same always")
@@ -153,8 +157,10 @@ def _shape_rule(values: list[Any], counts: Sequence[int]) -> OutputRule:
     if not isinstance(first, torch.Tensor):
         if all(same_value(first, value) for value in values) and not is_number(first):
             return Constant()
-        return Unknown("one run does not tell a mean from a sum", (Constant(), Sum())) if is_number(first) else Unknown(
-            _differs(values, counts)
+        return (
+            Unknown("one run does not tell a mean from a sum", (Constant(), Sum()))
+            if is_number(first)
+            else Unknown(_differs(values, counts))
         )
     if len(values) < 2 or len({value.ndim for value in values}) > 1:  # noqa: PLR2004
         return Unknown(_differs(values, counts))

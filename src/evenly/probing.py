@@ -36,13 +36,13 @@ class Outputs:
         out_dims, scalar_outputs: What the user said; see :class:`evenly.DataParallel`.
     """
 
-    def __init__(self, model: Replicated, out_dims: Any, scalar_outputs: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Replicated, out_dims: Any, scalar_outputs: Any) -> None:
         self.model = model
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
         self._known: dict[Hashable, _Found] = {}
 
-    def joiner(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> Joiner:  # noqa: ANN401
+    def joiner(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> Joiner:
         """Who joins the outputs of a call: the driver's ``output`` and the other replicas' ``answers``."""
         leaves, tree = flatten(output, root="output")
         key = (
@@ -58,12 +58,10 @@ class Outputs:
         rules, shape = found
         if self.out_dims is not ... or self.scalar_outputs is not None:
             parts = shape.flatten_up_to(output, "output")
-            rules = override_rules(
-                shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs
-            )
+            rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
         return Joiner(self.model.team, plan.rows, shape, rules)
 
-    def _find(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> _Found:  # noqa: ANN401
+    def _find(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> _Found:
         outputs = [output, *(_as_meta(answer.output) for answer in answers)]
         for found in self._probes(plan):
             if _fits(found, outputs, plan.rows):
@@ -87,9 +85,7 @@ class Outputs:
         specs, data = wire_forms(parcel.tensors)
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
         context = capture(team.size)
-        team.ask(
-            1, encode((int(Command.PROBE), self.model.number, context, training, parcel.payload, specs)), data
-        )
+        team.ask(1, encode((int(Command.PROBE), self.model.number, context, training, parcel.payload, specs)), data)
         answer = team.answer(1)
         if isinstance(answer, BaseException):
             raise answer
@@ -97,11 +93,9 @@ class Outputs:
         return unpack(payload, [receive_tensor(team.channel(1), spec) for spec in specs])
 
 
-def _as_meta(output: Any) -> Any:  # noqa: ANN401
+def _as_meta(output: Any) -> Any:
     """A replica's output with tensors that have only shapes."""
-    leaves, tree = flatten(
-        output, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output"
-    )
+    leaves, tree = flatten(output, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output")
     made: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, RemoteTensor):
@@ -119,7 +113,9 @@ def _fits(found: _Found, outputs: Sequence[Any], rows: Sequence[int]) -> bool:
     try:
         parts = [tree.flatten_up_to(output, "output") for output in outputs]
         for path, rule, leaves in zip(tree.paths("output"), rules, zip(*parts, strict=True), strict=True):
-            if isinstance(rule, (Rows, PackedRows)) and all(isinstance(leaf, (Tensor, PackedSequence)) for leaf in leaves):
+            if isinstance(rule, (Rows, PackedRows)) and all(
+                isinstance(leaf, (Tensor, PackedSequence)) for leaf in leaves
+            ):
                 bare = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
                 check_tensor_metas(path, rule, [(leaf.shape, leaf.dtype) for leaf in bare], rows)
     except ValueError:

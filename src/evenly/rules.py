@@ -101,7 +101,7 @@ class Call:
                 return layout
         return None
 
-    def arg(self, position: int, name: str, default: Any = None) -> Any:  # noqa: ANN401
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument given by position or by name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
 
@@ -172,7 +172,7 @@ def _aligned(call: Call, *, broadcast: bool) -> tuple[Rows, int, dict[int, Any]]
     return Rows(ndim - back, lead.rows), ndim, places
 
 
-def _placed(value: Any, places: dict[int, Any]) -> Any:  # noqa: ANN401
+def _placed(value: Any, places: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return places.get(id(value), value)
     if isinstance(value, (list, tuple)):
@@ -180,19 +180,19 @@ def _placed(value: Any, places: dict[int, Any]) -> Any:  # noqa: ANN401
     return value
 
 
-def _plan_rows(call: Call, places: dict[int, Any], outputs: tuple[Rows | Parts | None, ...], **more: Any) -> Plan:  # noqa: ANN401
+def _plan_rows(call: Call, places: dict[int, Any], outputs: tuple[Rows | Parts | None, ...], **more: Any) -> Plan:
     args = tuple(_placed(arg, places) for arg in call.args)
     kwargs = {name: _placed(value, places) for name, value in call.kwargs.items()}
     return Plan(call.function, args, outputs, kwargs, **more)
 
 
 def _output_count(call: Call) -> int:
-    return len(call.function._schema.returns)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    return len(call.function._schema.returns)  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_in_place(function: Op) -> bool:
     """Whether the first argument is written, and is the result."""
-    schema = function._schema  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    schema = function._schema  # pyright: ignore[reportPrivateUsage]
     alias = schema.arguments[0].alias_info if schema.arguments else None
     return alias is not None and alias.is_write
 
@@ -210,7 +210,7 @@ def pointwise(call: Call) -> Plan | None:
         if call.layout(target) is None or target.dim() != ndim:
             return None
         return _plan_rows(call, places, (rows,), in_place=True)
-    if call.function._schema.is_mutable:  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    if call.function._schema.is_mutable:  # pyright: ignore[reportPrivateUsage]
         return None
     return _plan_rows(call, places, (rows,) * _output_count(call))
 
@@ -227,7 +227,7 @@ def same_shape(call: Call) -> Plan | None:
 # ---------------------------------------------------------------------- along other dimensions
 
 
-def _dims(value: Any, ndim: int) -> list[int] | None:  # noqa: ANN401
+def _dims(value: Any, ndim: int) -> list[int] | None:
     """Dimensions counted from the front; None where they make no sense (the operation itself will say so)."""
     dims: Sequence[int] = [value] if isinstance(value, int) else value
     dims = [dim + ndim if dim < 0 else dim for dim in dims]
@@ -437,7 +437,7 @@ def matmul(call: Call) -> Plan | None:
     return _contraction(call, a, b, left, right, last, batch)
 
 
-def _contraction(  # noqa: PLR0913, PLR0917
+def _contraction(
     call: Call, a: Tensor, b: Tensor, left: Rows | None, right: Rows | None, last: int, batch: int
 ) -> Plan | None:
     along_a = left is None or left.dim == last

@@ -133,7 +133,8 @@ class ShardedTensor(torch.Tensor):
     # How to make this view again from the tensor that it is a view of.
     _recipe: tuple[ShardedTensor, Callable[[Tensor], Tensor]] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore # noqa: SLF001
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
     @staticmethod
     def __new__(
         cls,
@@ -145,7 +146,7 @@ class ShardedTensor(torch.Tensor):
         local = content.local
         self = cast(
             "ShardedTensor",
-            torch.Tensor._make_wrapper_subclass(  # pyright: ignore # noqa: SLF001
+            torch.Tensor._make_wrapper_subclass(  # pyright: ignore
                 cls, shape, strides=stride, storage_offset=offset, dtype=local.dtype, device=local.device
             ),
         )
@@ -163,9 +164,7 @@ class ShardedTensor(torch.Tensor):
         return self
 
     @classmethod
-    def of_rows(
-        cls, team: Team, local: Tensor, handle: Handle, dim: int, rows: tuple[int, ...]
-    ) -> ShardedTensor:
+    def of_rows(cls, team: Team, local: Tensor, handle: Handle, dim: int, rows: tuple[int, ...]) -> ShardedTensor:
         """The tensor whose rows along ``dim`` are ``local`` here and ``handle`` in the other replicas."""
         shape, stride = whole_geometry(local, dim, rows)
         return cls(Shards(team, local, handle, dim, rows), shape, stride)
@@ -218,7 +217,7 @@ class ShardedTensor(torch.Tensor):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the operation returns
+    ) -> Any:
         del types
         kwargs = kwargs or {}
         if func in _SAME_CONTENT and isinstance(args[0], ShardedTensor):
@@ -245,21 +244,21 @@ class ShardedTensor(torch.Tensor):
             return format(self.item(), spec)
         return format(str(self), spec)
 
-    def tolist(self) -> Any:  # noqa: ANN401
+    def tolist(self) -> Any:
         """As for a plain tensor."""
         return plain(self.detach()).tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:  # noqa: ANN401 - NumPy need not be installed
+    def numpy(self, *, force: bool = False) -> Any:
         """As for a plain tensor. The array shares memory with this tensor, which is gathered for good."""
         if not force and _tracks(self):
             return torch.empty(0, requires_grad=True).numpy()  # raises what a plain tensor raises
         return self.settle().numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:  # noqa: ANN401
+    def __array__(self, dtype: Any = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401
+    def __dlpack__(self, **options: Any) -> Any:
         return self.settle().requires_grad_(_tracks(self) and self.is_leaf).__dlpack__(**options)
 
     def data_ptr(self) -> int:
@@ -285,7 +284,7 @@ class ShardedTensor(torch.Tensor):
         memo[id(self)] = copy
         return copy
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:  # noqa: ANN401
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return plain(self.detach()).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     # ------------------------------------------------------------------ as an argument of a wrapped model
@@ -305,11 +304,11 @@ class _FullTensor(torch.autograd.Function):
     """Gathering as an operation that gradients flow through."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:  # noqa: ANN401, ARG004
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:  # noqa: ARG004
         return tensor.plain().clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ANN401, ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient
 
 
@@ -349,7 +348,7 @@ def _call(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> rule
     layouts: list[rules.Rows | None] = []
     lead: Shards | None = None
 
-    def visit(value: Any) -> Any:  # noqa: ANN401
+    def visit(value: Any) -> Any:
         nonlocal lead
         if isinstance(value, ShardedTensor):
             shards = value.shards
@@ -374,7 +373,7 @@ def _call(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> rule
     return None if lead is None else rules.Call(func, args, kwargs, tensors, layouts)
 
 
-def _run(plan: rules.Plan, call: rules.Call) -> Any:  # noqa: ANN401
+def _run(plan: rules.Plan, call: rules.Call) -> Any:
     """Carry out what a rule planned: here, and in the replicas."""
     lead = next(shards for tensor in call.tensors if (shards := _shards(tensor)) is not None)
     team, replicas = lead.team, len(lead.rows)
@@ -382,7 +381,7 @@ def _run(plan: rules.Plan, call: rules.Call) -> Any:  # noqa: ANN401
         local: list[Tensor] = []
         handles: list[Handle] = []
 
-        def slot(value: Any) -> Any:  # noqa: ANN401
+        def slot(value: Any) -> Any:
             if isinstance(value, (Tensor, rules.Cut)):
                 here, there = _operand(value, team, replicas)
                 local.append(here)
@@ -425,7 +424,7 @@ def _views(plan: rules.Plan, call: rules.Call, outputs: list[ShardedTensor]) -> 
         torch.UntypedStorage(_extent_bytes(base), device="meta"), base.storage_offset(), base.shape, base.stride()
     )
 
-    def whole(tensor: Tensor) -> Any:  # noqa: ANN401
+    def whole(tensor: Tensor) -> Any:
         return call.function(tensor, *call.args[1:], **call.kwargs)
 
     found = whole(stand_in)
@@ -487,7 +486,7 @@ def _scattered(tensor: Tensor, dim: int, rows: tuple[int, ...], team: Team) -> t
     return pieces[0], handle
 
 
-def _run_gathered(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _run_gathered(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation as PyTorch does, on whole tensors.
 
     Tensors that it writes to, or returns a view of, are brought here for good: a copy would not see the writes.
@@ -496,7 +495,7 @@ def _run_gathered(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     size = 0
 
-    def whole(value: Any, *, settle: bool) -> Any:  # noqa: ANN401
+    def whole(value: Any, *, settle: bool) -> Any:
         nonlocal size
         if isinstance(value, ShardedTensor):
             if func in _EMPTY_LIKE and value.parts is not None:

@@ -72,9 +72,7 @@ class Snapshots:
     """Takes snapshots; an object that is met twice is looked at once."""
 
     def __init__(self) -> None:
-        self._taken: dict[
-            int, tuple[object, object]
-        ] = {}  # id -> (the object, so that it lives; what was taken)
+        self._taken: dict[int, tuple[object, object]] = {}  # id -> (the object, so that it lives; what was taken)
         self._entries = 0
 
     def take(self, value: object) -> object:
@@ -141,7 +139,7 @@ class _TensorSnapshot(Snapshot):
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the only way to it
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class _ContainerSnapshot(Snapshot):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def compact_pickling(state: object) -> Any:  # noqa: ANN401 - torch.save types `pickle_module` so
+def compact_pickling(state: object) -> Any:
     """Makes a ``pickle_module`` for ``torch.save`` that writes of each tensor its own bytes only.
 
     Tensors that share bytes share them in the file, too: tied weights stay tied. Strides are kept, except
@@ -33,7 +33,7 @@ def compact_pickling(state: object) -> Any:  # noqa: ANN401 - torch.save types `
     replacements = _own_bytes(finder.tensors, finder.whole_storages)
 
     class CompactPickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's protocol
+        def reducer_override(self, obj: Any) -> Any:
             replacement = replacements.get(id(obj))
             return NotImplemented if replacement is None else cast("Any", replacement).__reduce_ex__(2)
 
@@ -57,7 +57,7 @@ class _TensorFinder(pickle.Pickler):
         self.tensors: dict[int, torch.Tensor] = {}
         self.whole_storages: set[int] = set()
 
-    def persistent_id(self, obj: Any) -> str | None:  # noqa: ANN401 - pickle's protocol
+    def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, torch.Tensor):
             self.tensors[id(obj)] = obj
             # What hangs on a tensor as attributes is pickled with it. A subclass knows itself what it is

@@ -60,7 +60,7 @@ class Tree:
 
     __slots__ = ("_signature", "children", "count", "extra", "is_call", "keys", "kind", "template", "type")
 
-    def __init__(  # noqa: PLR0913, PLR0917 - one argument per slot
+    def __init__(
         self,
         kind: Kind | None = None,
         cls: type | None = None,
@@ -294,7 +294,7 @@ def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | Non
     return Tree(kind, type(value), keys, tuple(trees), extra, value)
 
 
-def _kind_of(value: Any) -> Kind | None:  # noqa: PLR0911 - a table of tests, in the order in which they must be made
+def _kind_of(value: Any) -> Kind | None:
     cls = cast("type[Any]", type(value))
     kind = _EXACT.get(cls)
     if kind is not None or cls in _ATOMS or isinstance(value, _OPAQUE):

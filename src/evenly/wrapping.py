@@ -35,7 +35,7 @@ class CleanNames(nn.Module):
 
     # What torch calls by name is overridden under the same names, with its own loose types.
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the state of the module, under the module's own names.
 
         Args:
@@ -48,11 +48,11 @@ class CleanNames(nn.Module):
         named = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
         prefix = named.get("prefix", "")
         hooks = cast("Any", self)
-        for hook in hooks._state_dict_pre_hooks.values():  # noqa: SLF001 - they are this object's
+        for hook in hooks._state_dict_pre_hooks.values():
             hook(self, prefix, named.get("keep_vars", False))
         state = cast("Any", self.module).state_dict(*args, **kwargs)
         local_metadata = getattr(state, "_metadata", {}).get(prefix[:-1], {})
-        for hook in hooks._state_dict_hooks.values():  # noqa: SLF001
+        for hook in hooks._state_dict_hooks.values():
             # Only hooks from before torch's public ones may give another dict.
             replaced = hook(self, state, prefix, local_metadata)
             state = state if replaced is None else replaced
@@ -61,9 +61,9 @@ class CleanNames(nn.Module):
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
-        strict: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        assign: bool = False,  # noqa: FBT001, FBT002 - torch's signature
-    ) -> Any:  # noqa: ANN401 - a private type of torch
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
         """Loads a state dict of the bare module, or one with wrappers' prefixes in any nesting.
 
         Args:
@@ -92,23 +92,21 @@ class CleanNames(nn.Module):
         cleaned = clean_keys(state_dict, expected=expected)
         return self.module.load_state_dict(cleaned, strict=strict, **options)
 
-    def _load_from_state_dict(  # noqa: PLR0913, PLR0917 - torch's signature
+    def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
         prefix: str,
-        local_metadata: Any,  # noqa: ANN401
-        strict: bool,  # noqa: FBT001
+        local_metadata: Any,
+        strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
         rest = (strict, missing_keys, unexpected_keys, error_msgs)
-        for hook in cast("Any", self)._load_state_dict_pre_hooks.values():  # noqa: SLF001 - this object's
+        for hook in cast("Any", self)._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, *rest)
         given = _clean_in_place(state_dict, prefix, self.module)
-        cast("Any", self.module)._load_from_state_dict(  # noqa: SLF001 - as torch's loader does for a child
-            state_dict, prefix, local_metadata, *rest
-        )
+        cast("Any", self.module)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         # torch's loader goes on with "_modules" now, and would add "module." to all names.
         incompatible = _IncompatibleKeys(missing_keys, unexpected_keys)
         self.__dict__["_modules"] = _LoadingModules(self, incompatible, given)
@@ -116,8 +114,8 @@ class CleanNames(nn.Module):
     def named_parameters(
         self,
         prefix: str = "",
-        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the module's parameters by the names that they have there.
 
@@ -135,8 +133,8 @@ class CleanNames(nn.Module):
     def named_buffers(
         self,
         prefix: str = "",
-        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        recurse: bool = True,
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the module's buffers by the names that they have there.
 
@@ -155,7 +153,7 @@ class CleanNames(nn.Module):
         self,
         memo: set[nn.Module] | None = None,
         prefix: str = "",
-        remove_duplicate: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        remove_duplicate: bool = True,
     ) -> Generator[tuple[str, nn.Module], None, None]:
         """Yields the wrapper, then the module under the same name, then what is in it by the names there.
 
@@ -244,7 +242,7 @@ class CleanNames(nn.Module):
         self,
         name: str,
         tensor: torch.Tensor | None,
-        persistent: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        persistent: bool = True,
     ) -> None:
         """Registers a buffer in the module.
 
@@ -276,7 +274,7 @@ class CleanNames(nn.Module):
         """
         self.add_module(name, module)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+    def __getattr__(self, name: str) -> Any:
         """Looks up in the module what the wrapper lacks."""
         # Without "__dict__" being filled, as in unpickling, there is no module to ask. Special methods are
         # not the module's to answer: `copy` would take its `__deepcopy__` for the wrapper's.
@@ -292,7 +290,7 @@ class CleanNames(nn.Module):
             )
             raise AttributeError(message, name=name, obj=self) from error
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever is set
+    def __setattr__(self, name: str, value: Any) -> None:
         """Sets in the module what torch registers, and the rest on the wrapper."""
         module = self.__dict__.get("_modules", {}).get("module")
         if module is None or name == "module":
@@ -327,16 +325,16 @@ class _LoadingModules(dict[str, "nn.Module | None"]):
         self._incompatible = incompatible
         self._given = given
 
-    def items(self) -> Any:  # noqa: ANN401 - an iterator for a view, which is all that a loop needs
+    def items(self) -> Any:
         self._wrapper.__dict__["_modules"] = self._real
         return self._children()
 
     def _children(self) -> Iterator[tuple[str, nn.Module | None]]:
         module = cast("Any", self._wrapper.module)
-        yield from module._modules.items()  # noqa: SLF001 - in the place of torch's loader
+        yield from module._modules.items()
         # The loader is through with the children, and goes on with the wrapper's hooks. The module's come
         # first.
-        for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - likewise
+        for hook in module._load_state_dict_post_hooks.values():
             hook(module, self._incompatible)
         unexpected = cast("list[str]", cast("Any", self._incompatible).unexpected_keys)
         unexpected[:] = [self._given.get(key, key) for key in unexpected]

@@ -50,7 +50,7 @@ class Answer:
     tensors: Sequence[RemoteTensor]
 
 
-def tensors_of(output: Any) -> list[Tensor]:  # noqa: ANN401
+def tensors_of(output: Any) -> list[Tensor]:
     """The tensors of an output that can stay where they are, in order. Both sides count them alike."""
     leaves, _ = flatten(output, root="output")
     found: list[Tensor] = []
@@ -62,7 +62,7 @@ def tensors_of(output: Any) -> list[Tensor]:  # noqa: ANN401
     return found
 
 
-def outline(output: Any) -> tuple[Any, list[Tensor]]:  # noqa: ANN401
+def outline(output: Any) -> tuple[Any, list[Tensor]]:
     """In the replica: the output with its tensors replaced, and the tensors."""
     leaves, tree = flatten(output, root="output")
     tensors: list[Tensor] = []
@@ -79,13 +79,15 @@ def outline(output: Any) -> tuple[Any, list[Tensor]]:  # noqa: ANN401
     return tree.rebuild(made), tensors
 
 
-def read(outlined: Any, metas: Sequence[tuple[int, tuple[int, ...], bool]]) -> Answer:  # noqa: ANN401
+def read(outlined: Any, metas: Sequence[tuple[int, tuple[int, ...], bool]]) -> Answer:
     """In the driver: the output with what is known of its tensors."""
     tensors = [
         RemoteTensor(position, tuple(shape), DTYPES[dtype], requires_grad)
         for position, (dtype, shape, requires_grad) in enumerate(metas)
     ]
-    leaves, tree = flatten(outlined, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output")
+    leaves, tree = flatten(
+        outlined, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output"
+    )
     made: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, RemoteTensor):

@@ -99,7 +99,9 @@ def random_state() -> bytes:
 
 def seed(state: bytes, replica: int) -> None:
     """Seed this process's generators from the driver's :func:`random_state` and the replica's number."""
-    number = int.from_bytes(hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest(), "little")
+    number = int.from_bytes(
+        hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest(), "little"
+    )
     torch.default_generator.manual_seed(number)
     random.seed(number)
     numpy = sys.modules.get("numpy")

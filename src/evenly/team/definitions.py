@@ -120,9 +120,9 @@ def _parametrized_class(base: type[nn.Module], names: list[str]) -> type[nn.Modu
     # Made by torch again, not by value: its properties read `parametrize.cached`'s global switch.
     shell = base.__new__(base)
     nn.Module.__init__(shell)
-    parametrize._inject_new_class(shell)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    parametrize._inject_new_class(shell)  # pyright: ignore[reportPrivateUsage]
     for name in names:
-        parametrize._inject_property(shell, name)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+        parametrize._inject_property(shell, name)  # pyright: ignore[reportPrivateUsage]
     return type(shell)
 
 

@@ -54,9 +54,7 @@ class ReplicaDied(ReplicaError):  # noqa: N818 - it says what happened
         returncode: As in :mod:`subprocess`: the exit code, or minus the signal; None if unknown.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - as many facts as a death has
-        self, message: str, replica: int, device: str, phase: str, pid: int, returncode: int | None
-    ) -> None:
+    def __init__(self, message: str, replica: int, device: str, phase: str, pid: int, returncode: int | None) -> None:
         super().__init__(message, replica, device, phase)
         self.pid = pid
         self.returncode = returncode
@@ -295,7 +293,7 @@ _LIKELY_CAUSES = {
 }
 
 
-def death_message(  # noqa: PLR0913 - as many facts as a death has
+def death_message(
     replica: int, device: str, *, pid: int, returncode: int | None, phase: str, last_words: str = ""
 ) -> str:
     """Says how a replica died, why that may be, and what follows.

@@ -57,7 +57,8 @@ class Block:
 
     def tensor(self, place: Placement) -> Tensor:
         """The tensor at ``place``. It keeps the mapping alive, and has a storage of its own extent only, so that
-        ``torch.save`` of one tensor does not write its neighbours."""
+        ``torch.save`` of one tensor does not write its neighbours.
+        """
         extent = place.extent
         if extent == 0:
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)

@@ -220,7 +220,7 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:  # noqa: FBT001
+    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:
         """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
@@ -251,7 +251,7 @@ class Replica:
         self,
         number: int,
         context: Context,
-        training: bool,  # noqa: FBT001
+        training: bool,
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:

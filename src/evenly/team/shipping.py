@@ -172,9 +172,7 @@ class _Placed:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(
-        self, file: io.BytesIO, leaves: LeafRegistry | None, known_modules: Mapping[int, int] | None
-    ) -> None:
+    def __init__(self, file: io.BytesIO, leaves: LeafRegistry | None, known_modules: Mapping[int, int] | None) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[Tensor] = []
         self._leaves = leaves
@@ -317,11 +315,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _leaf(values: Tensor, requires_grad: bool) -> Tensor:  # noqa: FBT001 - called by pickle
+def _leaf(values: Tensor, requires_grad: bool) -> Tensor:
     return values.detach().requires_grad_(requires_grad)
 
 
-def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:  # noqa: FBT001 - called by pickle
+def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
     return nn.Parameter(values, requires_grad)
 
 

@@ -12,13 +12,13 @@ sys.path.pop(0)  # this file's folder, whose module names are no top-level names
 
 
 def _start() -> None:
-    import json  # noqa: PLC0415
-    import os  # noqa: PLC0415
+    import json
+    import os
 
     settings, *numbers = (int(argument) for argument in sys.argv[1:7])
     with os.fdopen(settings, "rb") as file:
         sys.path[:] = json.load(file)
-    from evenly.team.replica import main  # noqa: PLC0415
+    from evenly.team.replica import main
 
     sock, memory, last_words, index, count = numbers
     main(sock, memory, last_words, index, count, int(sys.argv[7]))

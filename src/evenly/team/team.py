@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -52,8 +51,8 @@ class _Process:
             inherited = (settings, theirs.fileno(), memory, self.last_words.descriptor)
             script = os.path.join(os.path.dirname(__file__), "start_replica.py")  # noqa: PTH118, PTH120
             numbers = [str(number) for number in (*inherited, index, count, os.getpid())]
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
-            self.popen = subprocess.Popen(  # noqa: S603
+            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            self.popen = subprocess.Popen(
                 [sys.executable, *flags, script, *numbers],
                 stdin=subprocess.DEVNULL,
                 pass_fds=inherited,
@@ -238,7 +237,7 @@ class Team:
         except ChannelClosedError:
             raise self._lost(process) from None
 
-    def broadcast(self, replicas: int, *command: Any) -> None:  # noqa: ANN401
+    def broadcast(self, replicas: int, *command: Any) -> None:
         """Send one command that does not answer to replicas 1..``replicas``-1."""
         header = encode(command)
         for replica in range(1, replicas):

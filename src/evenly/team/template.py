@@ -34,7 +34,7 @@ class Template:
     def __post_init__(self) -> None:
         self._flat = not self.kwargs and not any(isinstance(arg, (list, tuple)) for arg in self.args)
 
-    def run(self, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401 - whatever the operation returns
+    def run(self, tensors: Sequence[Tensor]) -> Any:
         """Call the operation with ``tensors`` in its slots."""
         if self._flat:
             return self.function(*[tensors[arg] if type(arg) is Slot else arg for arg in self.args])
@@ -48,21 +48,21 @@ class Template:
     @classmethod
     def loads(cls, data: bytes) -> Template:
         """The template that :meth:`dumps` wrote."""
-        name, args, kwargs = pickle.loads(data)  # noqa: S301 - only the driver writes to this channel
+        name, args, kwargs = pickle.loads(data)
         namespace, _, rest = name.partition("::")
         packet, _, overload = rest.partition(".")
         function = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         return cls(function, args, kwargs)
 
 
-def key_of(value: Any) -> Hashable:  # noqa: ANN401
+def key_of(value: Any) -> Hashable:
     """A hashable key of one argument; values of different type that compare equal (1, 1.0, True) differ."""
     if isinstance(value, (list, tuple)):
         return (type(value), *map(key_of, value))
     return (type(value), value)
 
 
-def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:  # noqa: ANN401
+def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
     if type(value) is Slot:
         return tensors[value]
     if isinstance(value, (list, tuple)):
