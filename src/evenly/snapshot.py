@@ -1,12 +1,12 @@
 """What a Python value looked like, to tell later whether it was changed in place.
 
-Containers and objects with a ``__dict__`` are followed; what they hold is compared by identity, and numbers and
-strings by value too. A tensor counts as changed when it is another one, or its version counter moved; parameters
-and leaves that require grad only when they are others, because their values are shared anyhow.
+Containers and objects with a ``__dict__`` are followed; what they hold is compared by identity, and numbers
+and strings by value too. A tensor counts as changed when it is another one, or its version counter moved;
+parameters and leaves that require grad only when they are others, because their values are shared anyhow.
 
-Bounds: what lies deeper than 5 levels, containers of more than 1,000 entries, and whatever comes after the first
-2,000 entries of one value are compared by identity and length only. Arrays outside torch are compared by content
-up to 64 KiB, beyond that by identity. Functions, modules and classes are not looked into.
+Bounds: what lies deeper than 5 levels, containers of more than 1,000 entries, and whatever comes after the
+first 2,000 entries of one value are compared by identity and length only. Arrays outside torch are compared
+by content up to 64 KiB, beyond that by identity. Functions, modules and classes are not looked into.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Snapshot:
     """How one mutable value looked.
 
     Attributes:
-        kept: The value itself, so that its identity says something. None if a tensor is in it: keeping it alive
-            would keep memory, and perhaps the graph of a whole forward.
+        kept: The value itself, so that its identity says something. None if a tensor is in it: keeping it
+            alive would keep memory, and perhaps the graph of a whole forward.
     """
 
     __slots__ = ("_id", "kept")
@@ -115,7 +115,7 @@ class Snapshots:
 
 
 def _parts(value: Any) -> Iterable[object]:
-    return value.values() if isinstance(value, Mapping) else value
+    return cast("Mapping[object, object]", value).values() if isinstance(value, Mapping) else value
 
 
 def _any_snapshot(parts: Iterable[object]) -> bool:
@@ -150,7 +150,7 @@ class _ContainerSnapshot(Snapshot):
     def __init__(self, value: Any, parts: list[object]) -> None:
         super().__init__(value, keep=all(map(_may_be_kept, parts)))
         self._size = len(value)
-        self._keys: list[object] | None = list(value) if isinstance(value, Mapping) else None
+        self._keys = [*cast("Mapping[object, object]", value)] if isinstance(value, Mapping) else None
         self._parts = parts
         self._flat = not _any_snapshot(parts)
 

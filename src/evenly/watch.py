@@ -1,7 +1,8 @@
 """Noticing what changed on a module between two calls, cheaply enough to look every time.
 
 When nothing changed, looking is a few passes of C loops (`map`, `chain`, `all`) over dictionaries that were
-collected beforehand: no line of Python runs for a module unless something differs, or its attributes hold tensors.
+collected beforehand: no line of Python runs for a module unless something differs, or its attributes hold
+tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import Tensor, nn
 
@@ -33,8 +34,8 @@ class Changes:
     """What differs from the baseline.
 
     Attributes:
-        structure: Modules, their classes, parameters, hooks or the names of buffers changed: the module must be
-            sent again as a whole. Nothing else is filled in then.
+        structure: Modules, their classes, parameters, hooks or the names of buffers changed: the module must
+            be sent again as a whole. Nothing else is filled in then.
         attributes: Other attributes that were set, changed in place or deleted: (index of the module in
             ``list(module.modules())``, name, the present value or ``DELETED``).
         training: The ``training`` flag of every module, if any differs.
@@ -72,17 +73,17 @@ class Watch:
     """Compares a module with how it was.
 
     There are two baselines. *Structure* is compared with what was last sent: :meth:`rebase`. *Attributes* are
-    compared with the state after the last forward, :meth:`rebase_attributes`, because what ``forward`` sets on
-    ``self`` stays in each replica for itself. Values of parameters and buffers are not looked at; a buffer may be
-    bound to another tensor of the same shape, dtype and device.
+    compared with the state after the last forward, :meth:`rebase_attributes`, because what ``forward`` sets
+    on ``self`` stays in each replica for itself. Values of parameters and buffers are not looked at; a buffer
+    may be bound to another tensor of the same shape, dtype and device.
 
-    Not noticed: methods patched into a class, variables of closures, the inside of hooks, and what exceeds the
-    bounds of :mod:`evenly.snapshot`.
+    Not noticed: methods patched into a class, variables of closures, the inside of hooks, and what exceeds
+    the bounds of :mod:`evenly.snapshot`.
 
     Args:
         module: What to watch.
-        leaves: The leaf tensors whose storage and ``requires_grad`` matter, in an order that the caller knows;
-            by default the module's parameters.
+        leaves: The leaf tensors whose storage and ``requires_grad`` matter, in an order that the caller
+            knows; by default the module's parameters.
     """
 
     def __init__(self, module: nn.Module, leaves: Collection[Tensor] | None = None) -> None:
@@ -91,7 +92,7 @@ class Watch:
         self.rebase()
 
     def rebase(self) -> None:
-        """Takes the present state as the new baseline: structure, attributes, and the collection of leaves."""
+        """Takes the present state as the new baseline: structure, attributes and leaves."""
         modules = self._modules = list(self._module.modules())
         self._types = list(map(type, modules))
         self._dicts = list(map(vars, modules))
@@ -118,8 +119,12 @@ class Watch:
     def rebase_attributes(self) -> None:
         """Takes the present attributes, ``training`` and ``requires_grad`` flags as the new baseline."""
         self._requires_grad = list(map(_requires_grad, self._leaves))
-        if not all(map(is_, _values(self._buffers), self._buffer_values)):
-            self._buffer_values = list(_values(self._buffers))
+        buffers = list(_values(self._buffers))
+        if (
+            not all(map(is_, buffers, self._buffer_values))
+            and list(map(_kind, buffers)) == self._buffer_kinds
+        ):
+            self._buffer_values = buffers
         if self._attributes_hold():
             return
         snapshots = Snapshots()
@@ -265,7 +270,7 @@ def _values(tables: list[Any]) -> Iterable[Any]:
     return chain.from_iterable(map(_values_of, tables))
 
 
-_values_of: Callable[[Any], Iterable[Any]] = dict.values  # pyright: ignore[reportUnknownMemberType]
+_values_of = cast("Callable[[Any], Iterable[Any]]", dict.values)  # pyright: ignore[reportUnknownMemberType]
 _requires_grad = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 
@@ -277,7 +282,7 @@ def _kind(buffer: Tensor | None) -> tuple[Any, ...] | None:
 def _has_memory(leaf: Tensor) -> bool:
     """Whether a leaf lies somewhere with strides; a lazy, sparse or wrapped one does not."""
     try:
-        leaf.data_ptr(), leaf.size(), leaf.stride()
+        _ = leaf.data_ptr(), leaf.size(), leaf.stride()
     except Exception:
         return False
     return True
