@@ -222,6 +222,8 @@ class Call:
             return None  # a plain tensor is written, or one that would be dealt out in another way afterwards
         if self.schema.is_mutable and not self.in_place:
             return None
+        if any("Tensor" not in str(result.type) for result in self.schema.returns):
+            return None  # a number cannot wait
         places = cuts or {}
         final = {name: _placed(changes.get(name, value), places) for name, value in self._values.items()}
         names = list(final)

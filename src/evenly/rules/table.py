@@ -39,7 +39,7 @@ _NAMES: dict[Rule, str] = {
     # Along other dimensions than that of the rows.
     _ROWS_ALONG_DIM: """
         _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax
-        cummin sort topk gather scatter scatter_add scatter_reduce glu glu_backward renorm
+        cummin sort topk gather scatter scatter_add scatter_reduce glu glu_backward
         _fft_r2c _fft_c2c _fft_c2r linalg_cross
     """,
     kept("dims"): "flip roll rot90",
@@ -57,13 +57,12 @@ _NAMES: dict[Rule, str] = {
     _IMAGES_2D: """
         reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward avg_pool2d
         avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d
-        _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward max_unpool2d
+        _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
     """,
     _IMAGES_3D: """
         reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward avg_pool3d
         avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward _adaptive_avg_pool3d
-        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward max_unpool3d pixel_shuffle
-        pixel_unshuffle
+        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward pixel_shuffle pixel_unshuffle
     """,
     kept(batch_first=True, trailing=1): """
         upsample_nearest1d upsample_linear1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
@@ -151,7 +150,9 @@ TABLE: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name 
 def rule_of(function: Op) -> Rule | None:
     """The rule for an operation; None where it has to be done on gathered operands."""
     schema = function._schema
-    if not schema.name.startswith("aten::"):
+    if not schema.name.startswith("aten::") or torch.Tag.inplace_view in function.tags:
+        return None
+    if any(argument.is_out for argument in schema.arguments):
         return None
     name = schema.name.removeprefix("aten::")
     for known in (name, name.removesuffix("_")):

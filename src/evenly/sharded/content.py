@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evenly.rules import COMBINE
 from evenly.rules.plan import Combine, Op
+from evenly.sharded import conjugation
 from evenly.team import values
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Shards:
         """The whole tensor, here."""
         whole = torch.empty_strided(shape, stride, dtype=self.local.dtype, device=self.local.device)
         pieces = whole.split(self.rows, self.dim)
-        pieces[0].copy_(self.local)
+        with conjugation.respected():
+            pieces[0].copy_(self.local)
         with self.team.lock:
             values.fetch(self.team, [self.handle], len(self.rows), [[piece] for piece in pieces[1:]])
         return whole

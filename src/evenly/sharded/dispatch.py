@@ -16,7 +16,7 @@ from torch import Tensor
 
 from evenly import rules
 from evenly.rules.plan import Op, Operand, Output, Plan, aten
-from evenly.sharded import operands
+from evenly.sharded import conjugation, operands
 from evenly.sharded.content import Parts, Shards
 from evenly.sharded.gathering import SHAPE_ONLY, run_gathered
 from evenly.sharded.geometry import stand_in, whole_geometry
@@ -221,7 +221,11 @@ def _run(
         number = values.define(team, template, template)
         remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
         try:
-            result = template.run(local)
+            if any(map(conjugation.is_lazy, local)):
+                with conjugation.respected():
+                    result = template.run(local)
+            else:
+                result = template.run(local)
         except Exception:
             # The replicas have met the same error: it is said once, here.
             with contextlib.suppress(Exception):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evenly.rules.plan import Op, aten
+from evenly.sharded import conjugation
 
 if TYPE_CHECKING:
     from evenly.sharded.tensor import ShardedTensor
@@ -62,13 +63,14 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     names = [argument.name for argument in schema.arguments]
     shape_only = function in SHAPE_ONLY
-    whole_args = tuple(
-        whole(arg, settle=names[position] in aliased, shape_only=shape_only) for position, arg in enumerate(args)
-    )
-    whole_kwargs = {name: whole(value, settle=name in aliased) for name, value in kwargs.items()}
-    if size:
-        _note(function.name(), size)
-    result = function(*whole_args, **whole_kwargs)
+    with conjugation.respected():
+        whole_args = tuple(
+            whole(arg, settle=names[position] in aliased, shape_only=shape_only) for position, arg in enumerate(args)
+        )
+        whole_kwargs = {name: whole(value, settle=name in aliased) for name, value in kwargs.items()}
+        if size:
+            _note(function.name(), size)
+        result = function(*whole_args, **whole_kwargs)
     if not schema.is_mutable:
         return result
     for given, settled in used:
