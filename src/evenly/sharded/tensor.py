@@ -49,6 +49,8 @@ class ShardedTensor(torch.Tensor):
                 cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
             ),
         )
+        # Code in C++ that does not know of us would read memory that is not there: it gets an error instead.
+        torch._C._set_throw_on_mutable_data_ptr(self)  # pyright: ignore
         self._content = content
         self._family = None
         self._recipe = None
