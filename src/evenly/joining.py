@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -43,29 +43,37 @@ class Joint:
     """One tensor of the joined output, made of one tensor of every replica's.
 
     Attributes:
+        team: Whose replicas have the parts.
         tensor: What the user gets, still without autograd.
         rule: How it is made of the parts.
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
+        layout: The dimension and the rows of a sharded one, which the user may gather, or write to, afterwards.
     """
 
+    team: Team
     tensor: Tensor
     rule: OutputRule
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
+    layout: tuple[int, tuple[int, ...]] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        shards = self.tensor.shards if isinstance(self.tensor, ShardedTensor) else None
+        self.layout = None if shards is None else (shards.dim, shards.rows)
 
     def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
         """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
         if isinstance(gradient, ShardedTensor):
-            shards, mine = gradient.shards, cast("ShardedTensor", self.tensor).shards
-            if shards and mine and shards.rows == mine.rows and shards.dim == mine.dim and shards.team is mine.team:
+            shards = gradient.shards
+            if shards and (shards.dim, shards.rows) == self.layout and shards.team is self.team:
                 return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
             gradient = gradient.plain()
         if isinstance(self.rule, (Rows, PackedRows)):
-            mine = cast("ShardedTensor", self.tensor).shards
-            assert mine is not None  # noqa: S101 - rows are made sharded
-            return list(gradient.split(mine.rows, mine.dim))
+            assert self.layout is not None  # noqa: S101 - rows are made sharded
+            dim, rows = self.layout
+            return list(gradient.split(rows, dim))
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
         if isinstance(self.rule, Mean):
@@ -141,7 +149,7 @@ class Joiner:
             self._check_constant(path, rule, value, handle)
             tensor = value
             positions = (positions[0], *[None] * len(remote))
-        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
+        return self._add(Joint(self.team, tensor, rule, positions, local.requires_grad, self._shares))
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -182,7 +190,7 @@ class Joiner:
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
         positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
-        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
+        later = self._add(Joint(self.team, tensor, rule, positions, local.data.requires_grad, self._shares))
         return _PackedLater(later.position, index, layout)
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
@@ -200,7 +208,7 @@ class Joiner:
                 made.append(leaf)
                 continue
             positions = tuple(position if number == replica else None for number in range(len(self.rows)))
-            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
+            made.append(self._add(Joint(self.team, tensor, Constant(), positions, differentiable, self._shares)))
         return tree.rebuild(made)
 
 
