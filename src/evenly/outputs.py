@@ -1,7 +1,7 @@
 """How the outputs of all replicas become the output for the whole batch.
 
-Every leaf of an output has a rule: rows side by side, a constant, a mean, a sum. This module is the rules, what they
-check and how they join; `evenly.probe` finds out which rule holds.
+Every leaf of an output has a rule: rows side by side, a constant, a mean, a sum. This module is the rules,
+what they check and how they join; `evenly.probe` finds out which rule holds.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Unknown:
 
     Attributes:
         reason: What is known instead, as the end of the sentence "…, because".
-        candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0, say),
-            the leaf can be joined all the same.
+        candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0,
+            say), the leaf can be joined all the same.
     """
 
     reason: str
@@ -80,7 +80,8 @@ OutputRule: TypeAlias = "Rows | Constant | Mean | Sum | Stack | SampleList | Pac
 SCALAR_RULES: Mapping[str, OutputRule] = {"mean": Mean(), "sum": Sum(), "stack": Stack()}
 
 _REMEDIES = (
-    'Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or scalar_outputs= ("mean", '
+    "Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or "
+    'scalar_outputs= ("mean", '
     '"sum" or "stack")'
 )
 
@@ -100,7 +101,8 @@ def check_tensor_metas(
         The shape for the whole batch.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and what to do.
+        ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and
+            what to do.
     """
     shapes = [tuple(shape) for shape, _ in metas]
     for replica, (_, dtype) in enumerate(metas):
@@ -133,19 +135,23 @@ def check_tensor_metas(
 
 def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> None:
     if along is not None and along >= len(shapes[0]):
-        raise ValueError(f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}")
+        raise ValueError(
+            f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}"
+        )
     for replica, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             if dim == along or size == shapes[0][dim]:
                 continue
             if along is None:
                 raise ValueError(
-                    f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica {replica}, but it "
+                    f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica "
+                    f"{replica}, but it "
                     f"has no dimension that follows the rows. {_REMEDIES}"
                 )
             raise ValueError(
                 f"{path} has size {shapes[0][dim]} along dimension {dim} on replica 0 and {size} on replica "
-                f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: pad to a "
+                f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: "
+                "pad to a "
                 "length that all replicas know, with total_length= of pad_packed_sequence for example"
             )
 
@@ -183,12 +189,14 @@ def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], ro
             return sum(values)
         if isinstance(rule, Mean):
             return math.fsum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows)
-    if isinstance(rule, Unknown) and None not in values:
+    if isinstance(rule, Unknown) and not any(value is None for value in values):
         raise ValueError(_unknown(path, rule))
     replica = different or 1
     raise ValueError(
-        f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value without "
-        f"rows must be the same on all replicas. {_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
+        f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value "
+        "without "
+        "rows must be the same on all replicas. "
+        f"{_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
     )
 
 
@@ -197,13 +205,13 @@ def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequen
     joined: list[Any] = []
     for replica, (value, count) in enumerate(zip(values, rows, strict=True)):
         if type(value) is not kind or kind not in {list, tuple, deque} or len(value) != count * rule.factor:
-            size = f" of {len(value)}" if isinstance(value, (list, tuple, deque)) else ""
+            size = f" of {len(value)}" if hasattr(value, "__len__") else ""
             raise ValueError(
-                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a {kind.__name__} of "
-                f"{count * rule.factor} for its {count} rows"
+                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a "
+                f"{kind.__name__} of {count * rule.factor} for its {count} rows"
             )
         joined.extend(cast("Sequence[Any]", value))
-    return joined if kind is list else kind(joined)
+    return cast("Any", kind)(joined)
 
 
 def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -234,9 +242,10 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
         weighted = [tensor * (count / sum(rows)) for tensor, count in zip(bare, rows, strict=True)]
         return sum(weighted[1:], weighted[0])
     for replica, tensor in enumerate(bare):
-        if not torch.equal(tensor.detach(), bare[0].detach()) and not bool((tensor != tensor).any()):  # noqa: PLR0124
+        if not torch.allclose(tensor.detach(), bare[0].detach(), rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(
-                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was the same "
+                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but "
+                "was the same "
                 f"for all rows before. {_REMEDIES}"
             )
     if isinstance(rule, Unknown) and bool((bare[0] != 0).any()):
@@ -258,10 +267,10 @@ def override_rules(
         tree: The structure of the output.
         leaves: One replica's leaves, to tell tensors, scalars and other values apart.
         rules: What was found out.
-        out_dims: An int, None (a constant), or a nested structure of them like the output. It is about tensors with
-            dimensions; a dict needs to name only some keys, and `...` says nothing.
-        scalar_outputs: "mean", "sum" or "stack", or a structure of them. It is about 0-dim and one-element tensors
-            that have no rows, and numbers. None says nothing.
+        out_dims: An int, None (a constant), or a nested structure of them like the output. It is about
+            tensors with dimensions; a dict needs to name only some keys, and `...` says nothing.
+        scalar_outputs: "mean", "sum" or "stack", or a structure of them. It is about 0-dim and one-element
+            tensors that have no rows, and numbers. None says nothing.
 
     Raises:
         ValueError: If a structure does not fit the output, or a word or a dimension does not exist.
@@ -283,7 +292,9 @@ def override_rules(
         if spec is None:
             continue
         if spec not in SCALAR_RULES:
-            raise ValueError(f'scalar_outputs gives {spec!r} for {path}: "mean", "sum" and "stack" are possible')
+            raise ValueError(
+                f'scalar_outputs gives {spec!r} for {path}: "mean", "sum" and "stack" are possible'
+            )
         leaf = leaves[place]
         one = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not isinstance(result[place], Rows)
         if one or is_number(leaf):

@@ -10,32 +10,11 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.marks import Marker, is_marker
 from evenly.packed import Layout, layout_of, select_samples
 from evenly.structure import Tree, flatten
 
 Treatment = Literal["split", "whole", "samples", "object"]
-
-
-@dataclass(frozen=True, eq=False)
-class Marker:
-    """What the user said about a value, around the value."""
-
-    value: Any
-
-
-class Replicated(Marker):
-    """The value goes to each replica whole."""
-
-
-class Samples(Marker):
-    """The value is a sequence with one item per row."""
-
-
-@dataclass(frozen=True, eq=False)
-class Along(Marker):
-    """The tensors in the value have their rows along `dim`."""
-
-    dim: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +77,8 @@ class TensorLeaf(Unit):
     """A tensor of the arguments.
 
     Attributes:
-        dim: The dimension that is cut, not negative; None for a tensor that is given whole, or as part of an item.
+        dim: The dimension that is cut, not negative; None for a tensor that is given whole, or as part of an
+            item.
         item: The row to whose item it belongs, when it is part of a per-sample list.
     """
 
@@ -131,6 +111,8 @@ class TensorLeaf(Unit):
             return value.index_select(dim, torch.tensor(part.chosen, dtype=torch.int64, device=value.device))
         if part.replica is not None and hasattr(value, "evenly_shards"):
             return cast("Any", value).evenly_cut(part.replica, part.rows, dim)
+        if part.stop - part.start == value.shape[dim]:
+            return value
         if value.layout is not torch.strided:
             rows = torch.arange(part.start, part.stop, device=value.device)
             return value.index_select(dim, rows)
@@ -144,7 +126,7 @@ class TensorLeaf(Unit):
         if self.dim is None:
             total = present[0]
             for piece in present[1:]:
-                total = total + piece  # noqa: PLR6104 - `+=` would write into a replica's gradient
+                total = total + piece
             return total
         if len(pieces) == 1:
             return present[0]
@@ -165,7 +147,7 @@ def cut(leaf: TensorLeaf, part: Part) -> torch.Tensor | None:
 class PackedData(TensorLeaf):
     """The steps of a packed sequence, cut by samples."""
 
-    layout: Layout = cast("Layout", None)
+    layout: Layout = field(kw_only=True)
     known: dict[Sequence[int], tuple[torch.Tensor, Layout]] = field(default_factory=dict[Any, Any])
 
     def select(self, part: Part) -> tuple[torch.Tensor, Layout]:
@@ -244,7 +226,9 @@ class Whole(Unit):
     def build(self, part: Part, tensors: Sequence[torch.Tensor | None]) -> Any:
         """The same object, as long as its tensors are the same."""
         del part
-        if self.tree is None or all(new is leaf.value for new, leaf in zip(tensors, self.inside, strict=True)):
+        if self.tree is None or all(
+            new is leaf.value for new, leaf in zip(tensors, self.inside, strict=True)
+        ):
             return self.value
         return _Opened.of(self.value, self.path, None).fill(tensors)
 
@@ -291,14 +275,18 @@ class _Opened:
 
     @classmethod
     def of(cls, value: Any, path: str, item: int | None) -> _Opened:
-        leaves, tree = flatten(value, is_leaf=lambda inner: isinstance(inner, Marker))
+        leaves, tree = flatten(value, is_leaf=is_marker)
         leaves = [leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves]
         named = zip(tree.paths(path), leaves, strict=True)
-        tensors = [TensorLeaf(name, leaf, None, item) for name, leaf in named if isinstance(leaf, torch.Tensor)]
+        tensors = [
+            TensorLeaf(name, leaf, None, item) for name, leaf in named if isinstance(leaf, torch.Tensor)
+        ]
         return cls(value, tree, leaves, tensors)
 
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         if all(new is leaf.value for new, leaf in zip(tensors, self.tensors, strict=True)):
             return self.value
         given = iter(tensors)
-        return self.tree.rebuild([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves])
+        return self.tree.rebuild(
+            [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        )
