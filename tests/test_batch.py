@@ -104,7 +104,9 @@ def test_tensors_without_rows_are_given_whole():
 
 
 def test_a_mask_over_time_beside_a_batch_is_refused_with_the_remedies():
-    with pytest.raises(ValueError, match=r"kwargs\[\"mask\"\] has size 5 .*batch has 8 rows \(args\[0\]") as error:
+    with pytest.raises(
+        ValueError, match=r"kwargs\[\"mask\"\] has size 5 .*batch has 8 rows \(args\[0\]"
+    ) as error:
         shards(torch.ones(8, 5), kwargs={"mask": torch.ones(5, 5)})
     assert "in_dims=" in str(error.value)
     assert "evenly.replicate(" in str(error.value)
@@ -177,7 +179,12 @@ def test_every_container_keeps_its_type():
 
 
 def test_strings_and_lengths_beside_tensors_are_split_item_by_item():
-    batch = {"img": torch.ones(8, 2), "txt": list("abcdefgh"), "len": tuple(range(8)), "ids": [[i] for i in range(8)]}
+    batch = {
+        "img": torch.ones(8, 2),
+        "txt": list("abcdefgh"),
+        "len": tuple(range(8)),
+        "ids": [[i] for i in range(8)],
+    }
     parts = first(batch)
     assert [part["txt"] for part in parts] == [list("abcd"), list("efgh")]
     assert [part["len"] for part in parts] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -200,7 +207,11 @@ def test_targets_as_a_list_of_dicts_of_tensors_go_with_their_rows():
     assert [t["id"] for t in plan.shard(0)[0][1]] == [0, 1]
     assert plan.shard(1)[0][1][0]["boxes"] is targets[2]["boxes"]
     leaf = plan.tensor_leaves()[2]
-    assert (leaf.path, plan.cut(leaf, 0) is leaf.value, plan.cut(leaf, 1)) == ('args[1][1]["boxes"]', True, None)
+    assert (leaf.path, plan.cut(leaf, 0) is leaf.value, plan.cut(leaf, 1)) == (
+        'args[1][1]["boxes"]',
+        True,
+        None,
+    )
 
 
 def test_one_dict_per_layer_is_no_list_of_samples():
@@ -238,7 +249,10 @@ def test_replicated_containers_are_the_same_object():
 
 def test_in_dims_names_the_dimension_of_each_argument():
     (a, ka), (b, _) = shards(
-        torch.ones(6, 2), (torch.ones(3, 6), torch.ones(5)), kwargs={"x": torch.ones(6)}, in_dims=(0, (1, None))
+        torch.ones(6, 2),
+        (torch.ones(3, 6), torch.ones(5)),
+        kwargs={"x": torch.ones(6)},
+        in_dims=(0, (1, None)),
     )
     assert [a[0].shape, a[1][0].shape, a[1][1].shape, ka["x"].shape] == [(3, 2), (3, 3), (5,), (3,)]
     assert b[1][0].shape == (3, 3)
@@ -247,7 +261,12 @@ def test_in_dims_names_the_dimension_of_each_argument():
 def test_in_dims_as_a_dict_names_only_some_arguments():
     kwargs = {"mask": torch.ones(5, 5), "h": {"c": torch.ones(2, 8), "n": torch.ones(8)}}
     for args, kw in shards(torch.ones(8, 5), kwargs=kwargs, in_dims={"mask": None, "h": {"c": 1}}):
-        assert (len(args[0]), kw["mask"].shape, kw["h"]["c"].shape, kw["h"]["n"].shape) == (4, (5, 5), (2, 4), (4,))
+        assert (len(args[0]), kw["mask"].shape, kw["h"]["c"].shape, kw["h"]["n"].shape) == (
+            4,
+            (5, 5),
+            (2, 4),
+            (4,),
+        )
 
 
 @pytest.mark.parametrize(
@@ -307,7 +326,9 @@ def test_a_packed_sequence_runs_through_an_rnn_and_lets_gradients_through():
     lengths = torch.tensor([2, 4, 3])
     x = torch.randn(3, 4, 2, requires_grad=True)
     lstm = torch.nn.LSTM(2, 3)
-    whole, _ = pad_packed_sequence(lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0])
+    whole, _ = pad_packed_sequence(
+        lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
+    )
     (expected,) = torch.autograd.grad(whole.square().sum(), x)
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     parts = [lstm(part)[0].data.square().sum() for part in first(packed)]
@@ -359,7 +380,9 @@ def test_a_shard_can_be_built_around_other_tensors():
 
 
 def test_gradients_of_parts_merge_into_the_gradient_of_the_whole():
-    plan = plan_split((torch.ones(3, 2), torch.ones(1, 2), ragged([1, 3, 2], enforce_sorted=False)[1]), {}, devices=2)
+    plan = plan_split(
+        (torch.ones(3, 2), torch.ones(1, 2), ragged([1, 3, 2], enforce_sorted=False)[1]), {}, devices=2
+    )
     rows, whole, packed = plan.tensor_leaves()
     assert plan.merge(rows, [torch.ones(2, 2), None]).tolist() == [[1, 1], [1, 1], [0, 0]]
     assert plan.merge(whole, [torch.ones(1, 2), torch.ones(1, 2)]).tolist() == [[2, 2]]

@@ -156,7 +156,12 @@ def test_padding_to_the_longest_of_a_shard_is_explained_when_it_happens():
 
 def test_uneven_shards_tell_by_their_shapes():
     outputs = [
-        {"y": torch.ones(n, 5, device="meta"), "h": torch.ones(2, n, 3), "loss": torch.tensor(1.0), "c": torch.ones(7)}
+        {
+            "y": torch.ones(n, 5, device="meta"),
+            "h": torch.ones(2, n, 3),
+            "loss": torch.tensor(1.0),
+            "c": torch.ones(7),
+        }
         for n in (3, 2, 2)
     ]
     rules, _ = rules_from_shapes(outputs, (3, 2, 2))
@@ -185,12 +190,20 @@ def test_metas_give_the_shape_of_the_whole():
 @pytest.mark.parametrize(
     ("rule", "metas", "message"),
     [
-        (Rows(0), [((3, 2), torch.float32), ((3, 2), torch.float32)], "size 3 along dimension 0 on replica 1"),
+        (
+            Rows(0),
+            [((3, 2), torch.float32), ((3, 2), torch.float32)],
+            "size 3 along dimension 0 on replica 1",
+        ),
         (Rows(0), [((3,), torch.float32), ((2,), torch.float64)], r"float32 on replica 0 and torch\.float64"),
         (Rows(0), [((3, 1), torch.float32), ((2,), torch.float32)], "2 dimensions on replica 0"),
         (Rows(2), [((3, 1), torch.float32), ((2, 1), torch.float32)], "no dimension 2"),
         (Constant(), [((3,), torch.float32), ((2,), torch.float32)], "no dimension that follows the rows"),
-        (Unknown("it varies"), [((), torch.float32), ((), torch.float32)], "because it varies.*scalar_outputs="),
+        (
+            Unknown("it varies"),
+            [((), torch.float32), ((), torch.float32)],
+            "because it varies.*scalar_outputs=",
+        ),
     ],
 )
 def test_metas_that_do_not_fit_are_refused(rule, metas, message):
@@ -206,7 +219,12 @@ def test_values_are_joined_by_their_rules():
     assert check_and_join_values("output", Sum(), [2, 2], (2, 2)) == 4
     assert check_and_join_values("output", Mean(), [1.0, 4.0], (2, 1)) == 2.0
     assert check_and_join_values("output", Stack(), [1, 2], (2, 1)) == [1, 2]
-    assert check_and_join_values("output", Constant(), [torch.device("cpu"), torch.device("cuda:1")], (2, 1)).type == "cpu"
+    assert (
+        check_and_join_values(
+            "output", Constant(), [torch.device("cpu"), torch.device("cuda:1")], (2, 1)
+        ).type
+        == "cpu"
+    )
     assert check_and_join_values("output", Unknown("0", (Constant(), Sum())), [0, 0], (2, 1)) == 0
 
 
@@ -269,7 +287,11 @@ def test_a_constant_that_changes_is_refused():
 
 
 def test_the_user_can_say_what_an_output_is():
-    output = {"loss": torch.tensor(0.0), "h": torch.ones(2, 3), "pair": Pair(torch.ones(3), torch.tensor(1.0))}
+    output = {
+        "loss": torch.tensor(0.0),
+        "h": torch.ones(2, 3),
+        "pair": Pair(torch.ones(3), torch.tensor(1.0)),
+    }
     rules, tree = probe(lambda x: {"loss": x.sum() * 0, "h": x, "pair": Pair(x, x.sum())})
     leaves = tree.flatten_up_to(output)
 

@@ -9,63 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from evenly.marks import Along, InDims, Marker, Samples, is_marker, mark_call, replicate, samples
 from evenly.parts import Items, Packed, Part, TensorLeaf, Unit, Whole, cut
+from evenly.rows import split_rows
 from evenly.structure import LEAF, Tree, flatten, is_record, unpack
 
 __all__ = ["SplitPlan", "plan_split", "replicate", "samples", "split_rows"]
-
-
-def split_rows(
-    size: int, devices: int, weights: Sequence[float] | None = None, min_rows: int = 1
-) -> tuple[int, ...]:
-    """How many rows each replica computes.
-
-    Args:
-        size: Rows of the batch.
-        devices: Number of replicas there are.
-        weights: Proportions, one per replica. A weight of 0 leaves the replica out, which only the last
-            replicas can be: replica 0 always takes part. Every other replica gets at least `min_rows` rows.
-        min_rows: No replica gets fewer rows, unless the whole batch has fewer.
-
-    Returns:
-        One number per replica that takes part, all positive (except for an empty batch) and summing to
-        `size`. Without weights they differ by at most one, the larger first.
-
-    Raises:
-        ValueError: If weights are negative, not one per replica, or 0 before a positive one.
-    """
-    if weights is not None:
-        devices = _count_weighted(weights, devices)
-    taking_part = max(1, min(devices, size // max(min_rows, 1)))
-    if weights is None or taking_part == 1:
-        base, extra = divmod(size, taking_part)
-        return (base + 1,) * extra + (base,) * (taking_part - extra)
-    total = sum(weights[:taking_part])
-    ideal = [size * weight / total for weight in weights[:taking_part]]
-    rows = [max(min_rows, int(share)) for share in ideal]
-    while (missing := size - sum(rows)) != 0:
-        sign = 1 if missing > 0 else -1
-        movable = [r for r in range(taking_part) if sign > 0 or rows[r] > min_rows]
-        rows[max(movable, key=lambda r: (sign * (ideal[r] - rows[r]), -r))] += sign
-    return tuple(rows)
-
-
-def _count_weighted(weights: Sequence[float], devices: int) -> int:
-    if len(weights) != devices:
-        raise ValueError(f"split weights must be one per replica: got {len(weights)} for {devices} replicas")
-    positive = [weight > 0 for weight in weights]
-    if min(weights) < 0 or not positive[0] or sorted(positive, reverse=True) != positive:
-        raise ValueError(
-            "split weights must be positive, except that the last replicas can be left out with 0: got "
-            f"{list(weights)}"
-        )
-    return sum(positive)
 
 
 class SplitPlan:
@@ -171,10 +125,10 @@ class SplitPlan:
     def _build(
         self, part: Part, tensors: Sequence[torch.Tensor | None]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._call is not None and len(self.rows) == 1 and part.replica == 0:
-            # A module that runs alone gets what the user gave: what it appends to or fills is the user's.
-            if all(new is leaf.value for new, leaf in zip(tensors, self._tensor_leaves, strict=True)):
-                return self._call
+        # A module that runs alone gets what the user gave: what it appends to or fills is the user's.
+        alone = len(self.rows) == 1 and part.replica == 0
+        if alone and self._call is not None and _same_tensors(tensors, self._tensor_leaves):
+            return self._call
         if self._tree.is_call:
             return tuple(tensors), {}
         given = iter(tensors)
@@ -309,10 +263,37 @@ class _Planner:
             return LEAF
         return tree
 
+    def unit(  # noqa: PLR0911 - one return per kind of value
+        self, value: Any, path: str, along: int | None
+    ) -> Unit | None:
+        """Decides on a value that is dealt with as one; None for a container to be opened."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path, along)
+        if isinstance(value, Samples):
+            return self.samples(value.value, path)
+        if isinstance(value, Marker):
+            return Whole.of(value, path)
+        if isinstance(value, PackedSequence):
+            return self.packed(value, path)
+        if unpack(value) is not None:
+            per_sample = along is None and type(value) in {list, tuple} and self.is_per_sample(value, path)
+            return self.samples(value, path) if per_sample else None
+        if along is not None and value is not None:
+            raise ValueError(
+                f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only tensors "
+                'have dimensions. Use None (given whole) or "samples" (a sequence with one item per row)'
+            )
+        return Whole(path, value)
+
     def tensor(self, value: torch.Tensor, path: str, along: int | None = None) -> Unit:
         """Decides on a tensor."""
         dim = self.dim if along is None else along
-        if self.size is None or (value.ndim == 0 and along is None):
+        if value.is_nested and self.strict:
+            raise ValueError(
+                f"{path} is a nested tensor, which cannot be split. Pass evenly.samples(list(x.unbind())), or the "
+                "whole with evenly.replicate(...)"
+            )
+        if self.size is None or value.is_nested or (value.ndim == 0 and along is None):
             return TensorLeaf(path, value, None)
         if not -value.ndim <= dim < value.ndim:
             if not self.strict:
@@ -389,6 +370,10 @@ class _Planner:
         )
 
 
+def _same_tensors(tensors: Sequence[torch.Tensor | None], leaves: Sequence[TensorLeaf]) -> bool:
+    return all(new is leaf.value for new, leaf in zip(tensors, leaves, strict=True))
+
+
 def _unmarked(value: Any) -> Any:
     leaves, tree = flatten(value, is_leaf=is_marker)
     if not any(isinstance(leaf, Marker) for leaf in leaves):
@@ -423,7 +408,7 @@ def _size_along(leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     if isinstance(leaf, torch.Tensor) and leaf.ndim and -leaf.ndim <= dim < leaf.ndim:
-        return leaf.shape[dim]
+        return leaf.size(dim)
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from evenly.structure import flatten, unpack
 
 InDims = Any
-"""An int, "samples", or a tuple (per positional argument) or dict (per argument) of nested ints, None and "samples"."""
+"""An int, "samples", or a tuple (positional arguments) or dict (by name) of nested ints, None and "samples"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +123,11 @@ def _mark(value: Any, spec: Any, path: str) -> Any:
         raise ValueError(
             f'in_dims gives {spec!r} for {path}: an int, None, "samples" or a structure of them fits'
         )
-    specs = dict(zip(entries.tree.keys, entries.children, strict=True))
-    partial = isinstance(spec, Mapping)
-    if not specs.keys() <= set(node.tree.keys) or not (partial or len(specs) == len(node.children)):
+    # A plain tuple fits a namedtuple or a dataclass by position.
+    keys = node.tree.keys if type(spec) in {list, tuple} else entries.tree.keys
+    specs = dict(zip(keys, entries.children, strict=False))
+    fits = isinstance(spec, Mapping) or len(entries.children) == len(node.children)
+    if not fits or not specs.keys() <= set(node.tree.keys):
         raise ValueError(f"in_dims gives {spec!r} for {path}, which has {list(node.tree.keys)}")
     children = [
         _mark(child, specs[key], child_path) if key in specs else child

@@ -104,15 +104,7 @@ def check_tensor_metas(
         ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and
             what to do.
     """
-    shapes = [tuple(shape) for shape, _ in metas]
-    for replica, (_, dtype) in enumerate(metas):
-        if dtype != metas[0][1]:
-            raise ValueError(f"{path} is {metas[0][1]} on replica 0 and {dtype} on replica {replica}")
-        if len(shapes[replica]) != len(shapes[0]):
-            raise ValueError(
-                f"{path} has {len(shapes[0])} dimensions on replica 0 (shape {list(shapes[0])}) and "
-                f"{len(shapes[replica])} on replica {replica} (shape {list(shapes[replica])})"
-            )
+    shapes = _check_alike(path, metas)
     if isinstance(rule, Unknown):
         if not rule.candidates:
             raise ValueError(_unknown(path, rule))
@@ -131,6 +123,19 @@ def check_tensor_metas(
                     f"{list(shape)}), expected {count * rule.factor} for its {count} rows. {_REMEDIES}"
                 )
     return (*shapes[0][:along], sum(shape[along] for shape in shapes), *shapes[0][along + 1 :])
+
+
+def _check_alike(path: str, metas: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Shape]:
+    shapes = [tuple(shape) for shape, _ in metas]
+    for replica, (_, dtype) in enumerate(metas):
+        if dtype != metas[0][1]:
+            raise ValueError(f"{path} is {metas[0][1]} on replica 0 and {dtype} on replica {replica}")
+        if len(shapes[replica]) != len(shapes[0]):
+            raise ValueError(
+                f"{path} has {len(shapes[0])} dimensions on replica 0 (shape {list(shapes[0])}) and "
+                f"{len(shapes[replica])} on replica {replica} (shape {list(shapes[replica])})"
+            )
+    return shapes
 
 
 def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> None:
@@ -180,9 +185,7 @@ def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], ro
     if isinstance(first, torch.device) and all(isinstance(value, torch.device) for value in values):
         return first
     different = next((replica for replica, value in enumerate(values) if not same_value(first, value)), None)
-    if different is None and (not isinstance(rule, Sum) or len(values) == 1):
-        if isinstance(rule, Unknown) and Sum() in rule.candidates and len(values) > 1 and first != 0:
-            raise ValueError(_unknown(path, rule))
+    if different is None and (len(values) == 1 or _equal_values_decide(rule, first)):
         return first
     if all(is_number(value) for value in values):
         if isinstance(rule, Sum):
@@ -200,6 +203,15 @@ def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], ro
     )
 
 
+def _equal_values_decide(rule: OutputRule, value: Any) -> bool:
+    """Whether a value that is the same on all replicas is that of the whole by every rule that is possible."""
+    if not isinstance(rule, Unknown):
+        return not isinstance(rule, Sum)
+    return bool(rule.candidates) and (
+        Sum() not in rule.candidates or value == 0 or same_value(value, math.nan)
+    )
+
+
 def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequence[int]) -> Any:
     kind = cast("type[Any]", type(values[0]))
     joined: list[Any] = []
@@ -214,7 +226,14 @@ def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequen
     return cast("Any", kind)(joined)
 
 
-def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequence[int]) -> Any:
+def join_tensors(
+    path: str,
+    rule: OutputRule,
+    tensors: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    like: PackedSequence | None = None,
+) -> Any:
     """Joins one tensor of the output whose parts are all on one device, differentiably.
 
     Args:
@@ -222,6 +241,7 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
         rule: The leaf's rule.
         tensors: One tensor (for `PackedRows`, `PackedSequence`) per replica.
         rows: Rows of each replica.
+        like: A packed input of the whole batch, whose order of samples of equal length packed outputs keep.
 
     Raises:
         ValueError: As `check_tensor_metas`, or if a constant has other values on another replica.
@@ -229,7 +249,9 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
     bare = [tensor.data if isinstance(tensor, PackedSequence) else tensor for tensor in tensors]
     check_tensor_metas(path, rule, [(tensor.shape, tensor.dtype) for tensor in bare], rows)
     if isinstance(rule, PackedRows):
-        index, layout = join_samples([layout_of(packed) for packed in tensors])
+        index, layout = join_samples(
+            [layout_of(packed) for packed in tensors], None if like is None else layout_of(like)
+        )
         data = torch.cat(bare)
         return layout.pack(data.index_select(0, index.to(data.device)))
     if isinstance(rule, Rows):
@@ -278,16 +300,15 @@ def override_rules(
     result = list(rules)
     for place, spec, path in _broadcast(tree, out_dims, "output", 0):
         leaf = leaves[place]
-        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-            continue
-        if spec is not None and (not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim):
-            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
         if spec is None:
             result[place] = Constant()
-        else:
-            found = result[place]
-            dim = spec % leaf.ndim
-            result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
+            continue
+        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            continue
+        if not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
+            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
+        found, dim = result[place], spec % leaf.ndim
+        result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
     for place, spec, path in _broadcast(tree, scalar_outputs, "output", 0):
         if spec is None:
             continue
@@ -307,9 +328,11 @@ def _broadcast(tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, 
     node = None if isinstance(spec, str) else unpack(spec)
     if node is None:
         return [(place + i, spec, leaf_path) for i, leaf_path in enumerate(tree.paths(path))]
-    specs = dict(zip(node.tree.keys, node.children, strict=True))
+    plain = type(spec) in {list, tuple}
+    specs = dict(zip(tree.keys if plain else node.tree.keys, node.children, strict=False))
     unknown = [key for key in specs if key not in tree.keys]
-    if tree.is_leaf or unknown or (not isinstance(spec, Mapping) and len(specs) != len(tree.keys)):
+    partial = isinstance(spec, Mapping)
+    if tree.is_leaf or unknown or (not partial and len(node.children) != len(tree.keys)):
         raise ValueError(f"{spec!r} does not fit {path}, which is {tree!r}")
     found: list[tuple[int, Any, str]] = []
     for key, child in zip(tree.keys, tree.children, strict=True):

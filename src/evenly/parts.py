@@ -109,7 +109,7 @@ class TensorLeaf(Unit):
             return value if self.item is None or self.item in part.numbers else None
         if part.chosen is not None:
             return value.index_select(dim, torch.tensor(part.chosen, dtype=torch.int64, device=value.device))
-        if part.replica is not None and hasattr(value, "evenly_shards"):
+        if part.replica is not None and type(value) is not torch.Tensor and hasattr(value, "evenly_shards"):
             return cast("Any", value).evenly_cut(part.replica, part.rows, dim)
         if part.stop - part.start == value.shape[dim]:
             return value
@@ -275,7 +275,7 @@ class _Opened:
 
     @classmethod
     def of(cls, value: Any, path: str, item: int | None) -> _Opened:
-        leaves, tree = flatten(value, is_leaf=is_marker)
+        leaves, tree = flatten(value, is_leaf=is_marker, root=path)
         leaves = [leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves]
         named = zip(tree.paths(path), leaves, strict=True)
         tensors = [

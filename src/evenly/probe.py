@@ -35,6 +35,7 @@ _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-8, to
 _DEFAULT_TOLERANCE = 1e-4
 
 _ONE_RUN = "one run does not tell a mean from a sum"
+_EVEN = "all replicas had equally many rows, so that any size could follow them"
 _PAIRWISE = "each of its rows depends on all others (two of its dimensions follow the rows)"
 
 
@@ -171,31 +172,29 @@ def _shape_rule(values: list[Any], counts: Sequence[int]) -> OutputRule:
     first = values[0]
     if isinstance(first, PackedSequence):
         return _packed_rule(values, counts)
-    if not isinstance(first, torch.Tensor):
-        if all(same_value(first, value) for value in values) and not is_number(first):
-            return Constant()
-        if is_number(first):
-            return Unknown(_ONE_RUN, (Constant(), Sum()))
-        return Unknown(_differs(values, counts))
-    if len(values) < 2 or len({value.ndim for value in values}) > 1:  # noqa: PLR2004
-        return Unknown(_differs(values, counts))
-    dims = [dim for dim in range(first.ndim) if _factor([value.shape[dim] for value in values], counts)]
+    if isinstance(first, torch.Tensor):
+        return _tensor_shape_rule(values, counts)
+    if is_number(first):
+        return Unknown(_ONE_RUN, (Constant(), Sum()))
+    return (
+        Constant() if all(same_value(first, value) for value in values) else Unknown(_differs(values, counts))
+    )
+
+
+def _tensor_shape_rule(values: list[torch.Tensor], counts: Sequence[int]) -> OutputRule:
+    first, uneven = values[0], len(set(counts)) > 1
+    dims = [d for d in range(first.ndim) if all(value.ndim == first.ndim for value in values)]
+    dims = [d for d in dims if _factor([value.shape[d] for value in values], counts)]
     rules: list[OutputRule] = [Rows(dim, first.shape[dim] // counts[0]) for dim in dims]
-    if len(set(counts)) > 1:
-        if len(rules) == 1:
-            return rules[0]
-        if rules:
-            return Unknown(_PAIRWISE)
-    elif rules:
-        return Unknown(
-            "all replicas had equally many rows, so that any size could follow them", (*rules, Constant())
-        )
+    if rules and uneven:
+        return rules[0] if len(rules) == 1 else Unknown(_PAIRWISE)
+    if rules:
+        return Unknown(_EVEN, (*rules, Constant()))
     if any(value.shape != first.shape for value in values):
         return Unknown(_differs(values, counts))
     if first.numel() != 1:
         return Constant()
-    candidates = (Mean(), Sum()) if first.is_floating_point() or first.is_complex() else (Constant(), Sum())
-    return Unknown(_ONE_RUN, candidates)
+    return Unknown(_ONE_RUN, (Constant(), Sum()) if _is_integral(first) else (Mean(), Sum()))
 
 
 def _packed_rule(values: list[PackedSequence], counts: Sequence[int]) -> OutputRule:
@@ -240,9 +239,7 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
 def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any) -> OutputRule:
     """The rule of a tensor without rows, or of a Python number."""
     whole, a, b = (value.detach() for value in values)
-    integral = isinstance(example, int) or (
-        isinstance(example, torch.Tensor) and not example.is_floating_point() and not example.is_complex()
-    )
+    integral = _is_integral(example)
     equal = close(whole, a) and close(whole, b)
     if whole.dtype is torch.bool:
         return Constant() if equal else Unknown(_differs(values, counts))
@@ -272,6 +269,12 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
     )
 
 
+def _is_integral(example: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        return not example.is_floating_point() and not example.is_complex()
+    return isinstance(example, int)
+
+
 def _factor(sizes: Sequence[int], counts: Sequence[int]) -> int:
     """How many entries there are per row, 0 when the sizes do not follow the rows."""
     factor = sizes[0] // counts[0]
@@ -296,7 +299,8 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _ordered(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().flatten().sort().values
+    flat = value.detach().flatten()
+    return (flat.double() if flat.is_floating_point() else flat).sort().values
 
 
 def _differs(values: Sequence[Any], counts: Sequence[int]) -> str:

@@ -63,7 +63,7 @@ class Tree:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The structure as nested tuples of names and keys: hashable, and small enough to send and to keep."""
+        """The structure as nested tuples of names and keys: hashable, small enough to send and to keep."""
         if self._signature is None:
             if self.kind is None or self.type is None:
                 self._signature = ()
@@ -113,7 +113,7 @@ class Tree:
         kind = self.kind
         if kind is None:
             return next(leaves)
-        children = [next(leaves) if child.kind is None else child._build(leaves) for child in self.children]
+        children = [next(leaves) if child.kind is None else child._build(leaves) for child in self.children]  # noqa: SLF001
         return kind.pack(self, children)
 
     def paths(self, root: str | Sequence[str]) -> list[str]:
