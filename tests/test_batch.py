@@ -119,7 +119,7 @@ def test_never_a_part_of_a_batch_beside_another_size(other):
 
 
 def test_a_first_tensor_of_one_row_does_not_hide_a_batch_of_eight():
-    with pytest.raises(ValueError, match="has size 8 .* has 1 rows"):
+    with pytest.raises(ValueError, match=r"has size 8 .* has 1 rows"):
         shards(torch.ones(1, 3), torch.ones(8, 3))
     assert [len(args[1]) for args, _ in shards(replicate(torch.ones(1, 3)), torch.ones(8, 3))] == [4, 4]
 
@@ -337,7 +337,7 @@ def test_a_packed_sequence_runs_through_an_rnn_and_lets_gradients_through():
 
 
 def test_a_packed_sequence_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"args\[1\] is? ?a? PackedSequence of 3 samples"):
+    with pytest.raises(ValueError, match=r"args\[1\] is a PackedSequence of 3 samples"):
         shards(torch.ones(4), ragged([3, 2, 1])[1])
 
 
@@ -406,4 +406,4 @@ def test_every_row_goes_to_exactly_one_replica(size, devices):
     x, names = torch.arange(size), [str(i) for i in range(size)]
     parts = shards({"x": x, "names": names, "n": 3}, devices=devices)
     assert torch.cat([args[0]["x"] for args, _ in parts]).tolist() == list(range(size))
-    assert sum([args[0]["names"] for args, _ in parts], []) == names
+    assert [name for args, _ in parts for name in args[0]["names"]] == names

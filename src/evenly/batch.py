@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.containers import ATOMS
 from evenly.marks import Along, InDims, Marker, Samples, is_marker, mark_call, replicate, samples
 from evenly.parts import Items, Packed, Part, TensorLeaf, Unit, Whole, cut
 from evenly.rows import split_rows
@@ -228,37 +229,16 @@ class _Planner:
 
     def value(self, value: Any, path: str, along: int | None = None) -> Tree:
         """Decides on a value and everything in it."""
-        if isinstance(value, Marker):
-            if isinstance(value, Along):
-                return self.value(value.value, path, value.dim)
-            self.units.append(
-                self.samples(value.value, path) if isinstance(value, Samples) else Whole.of(value, path)
-            )
-            return LEAF
-        if isinstance(value, torch.Tensor):
-            self.units.append(self.tensor(value, path, along))
-            return LEAF
-        if isinstance(value, PackedSequence):
-            self.units.append(self.packed(value, path))
-            return LEAF
-        node = unpack(value)
-        if node is None:
-            if along is not None and value is not None:
-                raise ValueError(
-                    f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; "
-                    "only tensors "
-                    'have dimensions. Use None (given whole) or "samples" (a sequence with one item per row)'
-                )
-            self.units.append(Whole(path, value))
-            return LEAF
-        if along is None and type(value) in {list, tuple} and self.is_per_sample(value, path):
-            self.units.append(self.samples(value, path))
+        if isinstance(value, Along):
+            return self.value(value.value, path, value.dim)
+        unit = self.unit(value, path, along)
+        if unit is not None:
+            self.units.append(unit)
             return LEAF
         mark = len(self.units)
         tree = self.container(value, path, along)
         if all(isinstance(unit, Whole) and not unit.tensors for unit in self.units[mark:]):
-            # The driver's own object must reach replica 0: a deque that forward appends to, a dict that it
-            # fills.
+            # The driver's own object must reach replica 0: a deque that forward appends to, a dict it fills.
             self.units[mark:] = [Whole(path, _unmarked(value))]
             return LEAF
         return tree
@@ -329,6 +309,8 @@ class _Planner:
             return False
         tensors: list[torch.Tensor] = []
         for item in value:
+            if type(item) in ATOMS:
+                continue
             leaves, _ = flatten(item, is_leaf=is_marker, root=path)
             if any(isinstance(leaf, Marker) for leaf in leaves):
                 return False
@@ -340,11 +322,9 @@ class _Planner:
         if self.replicas > 1 and sizes - {1} == {self.size}:
             raise ValueError(
                 f"{path} has {self.size} items, as many as the batch has rows ({self.origin()}), and the "
-                "tensors in "
-                f"them have {self.size} rows as well: it could be one item per row or one batch per item. "
-                "Say which, "
-                f'with evenly.samples(...) or in_dims="samples" for the first, in_dims={self.dim} for the '
-                "second"
+                f"tensors in them have {self.size} rows as well: it could be one item per row or one batch "
+                'per item. Say which, with evenly.samples(...) or in_dims="samples" for the first, '
+                f"in_dims={self.dim} for the second"
             )
         return True
 
@@ -353,9 +333,8 @@ class _Planner:
         if value.layout is not torch.sparse_coo:
             raise ValueError(
                 f"{path} is a {str(value.layout).removeprefix('torch.')} tensor of shape "
-                f"{list(value.shape)}, whose "
-                f"dimension {dim} cannot be split. Pass it as COO, or whole with evenly.replicate(...) or "
-                "in_dims="
+                f"{list(value.shape)}, whose dimension {dim} cannot be split. Pass it as COO, or whole with "
+                "evenly.replicate(...) or in_dims="
             )
 
     def refuse(self, path: str, what: str, value: torch.Tensor | None = None) -> NoReturn:
@@ -363,10 +342,9 @@ class _Planner:
         shape = "" if value is None else f" (shape {list(value.shape)})"
         raise ValueError(
             f"{path} {what}{shape}, but the batch has {self.size} rows ({self.origin()}). If each replica "
-            "needs all "
-            "of it, pass evenly.replicate(...) around it or None for it in in_dims=. If its rows are "
-            "elsewhere, "
-            f'in_dims= names their dimension, or "samples" for a sequence with one item per row'
+            "needs all of it, pass evenly.replicate(...) around it or None for it in in_dims=. If its rows "
+            'are elsewhere, in_dims= names their dimension, or "samples" for a sequence with one item per '
+            "row"
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from evenly.structure import flatten, unpack
 
 InDims = Any
-"""An int, "samples", or a tuple (positional arguments) or dict (by name) of nested ints, None and "samples"."""
+"""An int, "samples", or a tuple (positional) or dict (by name) of nested ints, None and "samples"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,7 @@ def mark_call(
         if unknown:
             raise ValueError(
                 f"in_dims names {unknown!r}, but the call has {len(args)} positional arguments and the "
-                "keywords "
-                f"{list(kwargs)}"
+                f"keywords {list(kwargs)}"
             )
     elif isinstance(in_dims, (tuple, list)):
         dims = cast("Sequence[Any]", in_dims)

@@ -81,8 +81,7 @@ SCALAR_RULES: Mapping[str, OutputRule] = {"mean": Mean(), "sum": Sum(), "stack":
 
 _REMEDIES = (
     "Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or "
-    'scalar_outputs= ("mean", '
-    '"sum" or "stack")'
+    'scalar_outputs= ("mean", "sum" or "stack")'
 )
 
 
@@ -150,14 +149,13 @@ def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> 
             if along is None:
                 raise ValueError(
                     f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica "
-                    f"{replica}, but it "
-                    f"has no dimension that follows the rows. {_REMEDIES}"
+                    f"{replica}, but it has no dimension that follows the rows. {_REMEDIES}"
                 )
             raise ValueError(
                 f"{path} has size {shapes[0][dim]} along dimension {dim} on replica 0 and {size} on replica "
                 f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: "
-                "pad to a "
-                "length that all replicas know, with total_length= of pad_packed_sequence for example"
+                "pad to a length that all replicas know, with total_length= of pad_packed_sequence for "
+                "example"
             )
 
 
@@ -197,14 +195,13 @@ def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], ro
     replica = different or 1
     raise ValueError(
         f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value "
-        "without "
-        "rows must be the same on all replicas. "
+        "without rows must be the same on all replicas. "
         f"{_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
     )
 
 
 def _equal_values_decide(rule: OutputRule, value: Any) -> bool:
-    """Whether a value that is the same on all replicas is that of the whole by every rule that is possible."""
+    """Whether a value that is the same on all replicas is that of the whole by every possible rule."""
     if not isinstance(rule, Unknown):
         return not isinstance(rule, Sum)
     return bool(rule.candidates) and (
@@ -219,8 +216,8 @@ def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequen
         if type(value) is not kind or kind not in {list, tuple, deque} or len(value) != count * rule.factor:
             size = f" of {len(value)}" if hasattr(value, "__len__") else ""
             raise ValueError(
-                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a "
-                f"{kind.__name__} of {count * rule.factor} for its {count} rows"
+                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a {kind.__name__} "
+                f"of {count * rule.factor} for its {count} rows"
             )
         joined.extend(cast("Sequence[Any]", value))
     return cast("Any", kind)(joined)
@@ -266,9 +263,8 @@ def join_tensors(
     for replica, tensor in enumerate(bare):
         if not torch.allclose(tensor.detach(), bare[0].detach(), rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(
-                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but "
-                "was the same "
-                f"for all rows before. {_REMEDIES}"
+                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was "
+                f"the same for all rows before. {_REMEDIES}"
             )
     if isinstance(rule, Unknown) and bool((bare[0] != 0).any()):
         raise ValueError(_unknown(path, rule))

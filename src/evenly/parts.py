@@ -14,6 +14,7 @@ from evenly.marks import Marker, is_marker
 from evenly.packed import Layout, layout_of, select_samples
 from evenly.structure import Tree, flatten
 
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 Treatment = Literal["split", "whole", "samples", "object"]
 
 
@@ -245,6 +246,8 @@ class Items(Unit):
     @classmethod
     def of(cls, value: Sequence[Any], path: str) -> Items:
         """A sequence at a path."""
+        if all(type(item) in _PLAIN for item in value):
+            return cls(path, value, None)
         opened = [_Opened.of(item, f"{path}[{row}]", row) for row, item in enumerate(value)]
         return cls(path, value, opened if any(item.tensors for item in opened) else None)
 

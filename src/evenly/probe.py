@@ -115,10 +115,8 @@ def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion
         if other is not None:
             raise ValueError(
                 f"{path} is {describe(first)} for {counts[0]} rows, and {describe(other)} for other rows: "
-                f"{list(sizes)}"
-                f" entries for {list(counts)} rows. The structure must not depend on the rows, except for "
-                "lists with "
-                "one item per row"
+                f"{list(sizes)} entries for {list(counts)} rows. The structure must not depend on the rows, "
+                "except for lists with one item per row"
             )
         repeat = None if again is ... else unpack(again)
         if repeat is None or not same_node(first, repeat.tree):
@@ -204,7 +202,9 @@ def _packed_rule(values: list[PackedSequence], counts: Sequence[int]) -> OutputR
     )
 
 
-def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) -> OutputRule:
+def _tensor_rule(  # noqa: PLR0911 - one return per finding
+    values: list[torch.Tensor], counts: Sequence[int], again: Any
+) -> OutputRule:
     whole, *parts = values
     if len({value.ndim for value in values}) > 1:
         return Unknown(_differs(values, counts))
@@ -236,7 +236,9 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
     return rule
 
 
-def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any) -> OutputRule:
+def _number_rule(  # noqa: PLR0911 - one return per finding
+    values: list[torch.Tensor], counts: Sequence[int], example: Any
+) -> OutputRule:
     """The rule of a tensor without rows, or of a Python number."""
     whole, a, b = (value.detach() for value in values)
     integral = _is_integral(example)
@@ -282,7 +284,7 @@ def _factor(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are equal up to what kernels for different batch sizes may differ by; NaN equals NaN."""
+    """Whether two tensors are equal up to the differences of kernels for other batch sizes; NaN is NaN."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     left, right = (
