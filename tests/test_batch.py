@@ -244,6 +244,25 @@ def test_replicated_containers_are_the_same_object():
     assert all(args[1] is cache for args, _ in shards(torch.ones(8), replicate(cache)))
 
 
+def test_packed_sequences_can_be_replicated_and_be_samples():
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    assert all(args[1] is packed for args, _ in shards(torch.ones(4), replicate(packed)))
+    plan = plan_split((samples([packed] * 4),), {}, devices=2)
+    mine = [None if (part := plan.cut(leaf, 1)) is None else part * 2 for leaf in plan.tensor_leaves()]
+    assert [item.data.tolist() for item in plan.build(1, mine)[0][0]] == [[2, 2, 2]] * 2
+
+
+def test_nested_tensors_are_refused_with_the_remedy():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"args\[0\] is a nested tensor.*unbind"):
+        shards(nested)
+
+
+def test_a_single_row_runs_on_what_the_user_gave():
+    batch = {"x": torch.ones(1, 2), "log": []}
+    assert shards(batch)[0][0][0] is batch
+
+
 # in_dims
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
+from evenly.batch import plan_split
 from evenly.outputs import (
     Constant,
     Mean,
@@ -281,6 +282,49 @@ def test_packed_outputs_join_in_the_order_of_the_rows(lengths):
 def test_a_constant_that_changes_is_refused():
     with pytest.raises(ValueError, match="was the same for all rows before"):
         join_tensors("output", Constant(), [torch.ones(2), torch.zeros(2)], (2, 1))
+
+
+class Tagger(torch.nn.Module):
+    """Outputs of every sort: rows, a hidden state, a loss, a count, strings."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = torch.nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, batch):
+        states, (hidden, _) = self.rnn(batch["x"])
+        return {
+            "states": states,
+            "flat": states.flatten(0, 1),
+            "hidden": hidden,
+            "loss": states.square().mean(),
+            "names": [name.upper() for name in batch["names"]],
+            "rows": len(states),
+            "weight": self.rnn.weight_hh_l0,
+            "extra": None,
+        }
+
+
+def test_split_probe_and_join_give_what_the_module_gives_on_the_whole_batch():
+    module = Tagger()
+    batch = {"x": torch.randn(7, 5, 3), "names": list("abcdefg")}
+    plan = plan_split((batch,), {}, devices=3)
+
+    def run(rows):
+        args, kwargs = plan.select(rows)
+        return module(*args, **kwargs)
+
+    rules, tree = infer_rules(run([0, 1, 2]), run([0, 1]), run([2]), (2, 1))
+    outputs = [module(*plan.shard(r)[0]) for r in range(3)]
+    joined = []
+    leaves = [tree.flatten_up_to(output, "output") for output in outputs]
+    _, full = tree.fit(outputs[0], "output")
+    for path, rule, values in zip(tree.paths("output"), rules, zip(*leaves, strict=True), strict=True):
+        join = join_tensors if isinstance(values[0], torch.Tensor) else check_and_join_values
+        joined.append(join(path, rule, values, plan.rows))
+    found, expected = full.rebuild(joined), module(batch)
+    assert found.pop("names") == expected.pop("names")
+    torch.testing.assert_close(found, expected)
 
 
 # Overrides

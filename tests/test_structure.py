@@ -249,6 +249,14 @@ def test_a_tree_finds_its_leaves_in_another_value():
         tree.flatten_up_to({"a": 1, "b": [2, 3]}, "output")
 
 
+def test_a_remembered_tree_rebuilds_around_the_containers_of_another_value():
+    remembered = flatten(BatchEncoding({"ids": 1}, encodings="old"))[1].without_values()
+    leaves, tree = remembered.fit(BatchEncoding({"ids": 2}, encodings="new"))
+    again = tree.rebuild(leaves)
+    assert (again["ids"], again._encodings) == (2, "new")
+    assert tree == remembered
+
+
 nested = st.recursive(
     st.integers() | st.none() | st.text(max_size=3),
     lambda inner: (

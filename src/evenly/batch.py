@@ -243,9 +243,7 @@ class _Planner:
             return LEAF
         return tree
 
-    def unit(  # noqa: PLR0911 - one return per kind of value
-        self, value: Any, path: str, along: int | None
-    ) -> Unit | None:
+    def unit(self, value: Any, path: str, along: int | None) -> Unit | None:
         """Decides on a value that is dealt with as one; None for a container to be opened."""
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path, along)
@@ -260,8 +258,8 @@ class _Planner:
             return self.samples(value, path) if per_sample else None
         if along is not None and value is not None:
             raise ValueError(
-                f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only tensors "
-                'have dimensions. Use None (given whole) or "samples" (a sequence with one item per row)'
+                f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only "
+                'tensors have dimensions. Use None (given whole) or "samples" (one item per row)'
             )
         return Whole(path, value)
 
@@ -270,8 +268,8 @@ class _Planner:
         dim = self.dim if along is None else along
         if value.is_nested and self.strict:
             raise ValueError(
-                f"{path} is a nested tensor, which cannot be split. Pass evenly.samples(list(x.unbind())), or the "
-                "whole with evenly.replicate(...)"
+                f"{path} is a nested tensor, which cannot be split. Pass evenly.samples(list(x.unbind())), "
+                "or the whole with evenly.replicate(...)"
             )
         if self.size is None or value.is_nested or (value.ndim == 0 and along is None):
             return TensorLeaf(path, value, None)

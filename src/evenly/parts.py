@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
@@ -208,7 +208,11 @@ class Whole(Unit):
     value: Any
     tree: Tree | None = None
     inside: Sequence[TensorLeaf] = ()
-    treatment: ClassVar[Treatment] = "object"  # type: ignore[misc]
+
+    @property
+    def treatment(self) -> Treatment:  # type: ignore[override]
+        """A value to be copied, or one around tensors."""
+        return "whole" if self.inside else "object"
 
     @classmethod
     def of(cls, marker: Marker, path: str) -> Unit:
@@ -280,16 +284,22 @@ class _Opened:
     def of(cls, value: Any, path: str, item: int | None) -> _Opened:
         leaves, tree = flatten(value, is_leaf=is_marker, root=path)
         leaves = [leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves]
-        named = zip(tree.paths(path), leaves, strict=True)
-        tensors = [
-            TensorLeaf(name, leaf, None, item) for name, leaf in named if isinstance(leaf, torch.Tensor)
-        ]
+        tensors: list[TensorLeaf] = []
+        for name, leaf in zip(tree.paths(path), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(TensorLeaf(name, leaf, None, item))
+            elif isinstance(leaf, PackedSequence):
+                tensors.append(TensorLeaf(f"{name}.data", leaf.data, None, item))
         return cls(value, tree, leaves, tensors)
 
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         if all(new is leaf.value for new, leaf in zip(tensors, self.tensors, strict=True)):
             return self.value
         given = iter(tensors)
-        return self.tree.rebuild(
-            [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        )
+        return self.tree.rebuild([_refilled(leaf, given) for leaf in self.leaves])
+
+
+def _refilled(leaf: Any, given: Iterator[torch.Tensor | None]) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return layout_of(leaf).pack(cast("torch.Tensor", next(given)))
+    return next(given) if isinstance(leaf, torch.Tensor) else leaf

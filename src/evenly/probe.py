@@ -55,7 +55,7 @@ def infer_rules(
 
     Returns:
         One rule per leaf and the tree of the output, in which a list that follows the rows is one leaf: take
-        the leaves of other outputs with `tree.flatten_up_to(output, "output")`.
+        the leaves of other outputs with `leaves, full = tree.fit(output, "output")`; rebuild with `full`.
 
     Raises:
         ValueError: If the three outputs have different structures, or None in different places; it names the
@@ -66,7 +66,7 @@ def infer_rules(
         raise ValueError(f"the two parts must have different numbers of rows, at least one each, got {rows}")
     rules: list[OutputRule] = []
     tree = _infer([whole, part_a, part_b], "output", counts, rules, again)
-    return rules, tree
+    return rules, tree.without_values()
 
 
 def rules_from_shapes(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[OutputRule], Tree]:
@@ -85,7 +85,7 @@ def rules_from_shapes(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list
     """
     rules: list[OutputRule] = []
     tree = _infer(list(outputs), "output", tuple(rows), rules, ..., by_shape=True)
-    return rules, tree
+    return rules, tree.without_values()
 
 
 def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion

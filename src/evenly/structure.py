@@ -24,7 +24,7 @@ class Tree:
     travelled to another process by value is another object there.
 
     A tree may refer to the containers it was made from (their attributes have to be in the rebuilt ones). To
-    remember a structure for long, keep `tree.signature`, which refers to nothing but keys.
+    remember a structure for long, keep `tree.without_values()`, or `tree.signature`, which is only names.
 
     Attributes:
         kind: How the container is handled; None for a leaf.
@@ -113,7 +113,10 @@ class Tree:
         kind = self.kind
         if kind is None:
             return next(leaves)
-        children = [next(leaves) if child.kind is None else child._build(leaves) for child in self.children]  # noqa: SLF001
+        children = [
+            next(leaves) if child.kind is None else child._build(leaves)  # noqa: SLF001 - a tree of its own kind
+            for child in self.children
+        ]
         return kind.pack(self, children)
 
     def paths(self, root: str | Sequence[str]) -> list[str]:
@@ -142,21 +145,38 @@ class Tree:
         Raises:
             ValueError: If the value has another structure; the message names the path and both structures.
         """
+        return self.fit(value, root)[0]
+
+    def fit(self, value: Any, root: str = "value") -> tuple[list[Any], Tree]:
+        """The leaves as by `flatten_up_to`, and this tree around the containers of `value`.
+
+        Rebuilding with that tree keeps the attributes that containers of this very value have beside their
+        items.
+        """
         if self.kind is None:
-            return [value]
+            return [value], self
         node = unpack(value)
-        if node is None or node.tree.type is None or not same_node(self, node.tree):
-            expected = describe(self)
-            raise ValueError(
-                f"{root} is {describe(node.tree) if node else _short(value)}, expected {expected}"
-            )
+        if node is None or not same_node(self, node.tree):
+            found = describe(node.tree) if node else _short(value)
+            raise ValueError(f"{root} is {found}, expected {describe(self)}")
         leaves: list[Any] = []
+        trees: list[Tree] = []
         for key, child, part in zip(self.keys, self.children, node.children, strict=True):
             if child.kind is None:
                 leaves.append(part)
+                trees.append(child)
             else:
-                leaves += child.flatten_up_to(part, root + self.step(key))
-        return leaves
+                more, tree = child.fit(part, root + self.step(key))
+                leaves += more
+                trees.append(tree)
+        return leaves, node.close(trees)
+
+    def without_values(self) -> Tree:
+        """This tree, keeping none of the containers it was made from alive: fit to compare and to `fit`."""
+        if self.kind is None:
+            return self
+        children = tuple([child.without_values() for child in self.children])
+        return Tree(self.kind, self.type, self.keys, children, self.extra)
 
 
 class Node(NamedTuple):
