@@ -128,6 +128,38 @@ def test_lists_that_follow_the_rows_are_one_leaf():
     assert rule_of(lambda x: [0] * (2 * len(x))) == SampleList(2)
 
 
+class Cache:
+    """As in transformers: no container, but full of tensors."""
+
+    def __init__(self, keys):
+        self.layers = [Layer(keys), Layer(keys * 2)]
+
+
+class Layer:
+    def __init__(self, keys):
+        self.keys, self.device, self.seen = keys, keys.device, 1
+
+
+def test_objects_that_hold_tensors_are_joined_by_their_attributes():
+    rules, tree = probe(lambda x: {"cache": Cache(x)})
+    assert rules == [Rows(0), Constant(), Constant()] * 2
+    leaves, full = tree.fit({"cache": Cache(X)}, "output")
+    again = full.rebuild(leaves)["cache"]
+    assert isinstance(again, Cache)
+    assert again.layers[1].keys is leaves[3]
+    rules, tree = probe(lambda x: torch.distributions.Normal(x, 1.0))
+    assert dict(zip(tree.paths("output"), rules, strict=True))["output.loc"] == Rows(0)
+
+
+def test_objects_that_refer_to_themselves_stay_closed():
+    def looped(x):
+        cache = Cache(x)
+        cache.me = cache
+        return cache
+
+    assert isinstance(rule_of(looped), Unknown)
+
+
 def test_outputs_whose_structure_changes_are_refused_with_the_path():
     with pytest.raises(ValueError, match=r"output\[1\] is a list of 2"):
         probe(lambda x: (x, [0] * (2 if len(x) == 3 else 1)))

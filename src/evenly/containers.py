@@ -63,6 +63,47 @@ def kind_of(value: Any) -> Kind | None:  # noqa: PLR0911 - a table of tests, in 
     return _DATACLASS if fielded else None
 
 
+def opens_as_object(value: Any) -> bool:
+    """Whether a value is an instance of a plain class with tensors in its attributes, at any depth.
+
+    A cache of keys and values, or a distribution: an object that is a leaf in arguments, where it is the
+    user's own, but has to be joined in outputs. One that refers back to itself is none.
+    """
+    return _is_plain_object(value) and _find_tensor(value, set()) is True
+
+
+def _is_plain_object(value: Any) -> bool:
+    cls = cast("type[Any]", type(value))
+    if cls in ATOMS or isinstance(value, _OPAQUE) or cls.__new__ is not object.__new__:
+        return False
+    return hasattr(value, "__dict__") and not callable(value) and kind_of(value) is None
+
+
+def _find_tensor(value: Any, above: set[int]) -> bool | None:
+    """Whether there is a tensor in a value; None when the value contains itself."""
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        return True
+    kind = kind_of(value)
+    if kind is None and not _is_plain_object(value):
+        return False
+    if id(value) in above:
+        return None
+    _, children, _ = (kind or OBJECT).unpack(value)
+    found = [_find_tensor(child, above | {id(value)}) for child in children]
+    return None if None in found else any(found)
+
+
+def _unpack_object(value: Any) -> Unpacked:
+    attributes = cast("dict[str, Any]", vars(value))
+    return tuple(attributes), list(attributes.values()), None
+
+
+def _pack_object(tree: Tree, children: list[Any]) -> Any:
+    clone = object.__new__(_type_of(tree))
+    cast("dict[str, Any]", vars(clone)).update(zip(tree.keys, children, strict=True))
+    return clone
+
+
 def _unpack_sequence(value: Sequence[Any]) -> Unpacked:
     return range(len(value)), value, None
 
@@ -209,6 +250,7 @@ _MODEL_OUTPUT = Kind("record", _unpack_model_output, _pack_model_output, by_attr
 _MAPPING = Kind("mapping", _unpack_mapping, _pack_mapping)
 _FROZEN_MAPPING = Kind("mapping", _unpack_mapping, _pack_frozen_mapping)
 _REGISTERED = Kind("registered", _unpack_registered, _pack_registered)
+OBJECT = Kind("object", _unpack_object, _pack_object, by_attribute=True)
 TUPLE = Kind("sequence", _unpack_sequence, _pack_as_type)
 DICT = Kind("mapping", _unpack_mapping, _pack_dict)
 _EXACT: dict[type[Any], Kind] = {

@@ -101,7 +101,7 @@ def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion
         raise ValueError(
             f"{path} is None for {missing} rows, but not for {list(counts)}: it must be None always"
         )
-    nodes = [unpack(value) for value in values]
+    nodes = [unpack(value, objects=True) for value in values]
     opened = [node for node in nodes if node is not None]
     if len(opened) == len(values):
         sizes = [len(node.children) for node in opened]
@@ -118,7 +118,7 @@ def _infer(  # noqa: PLR0913, PLR0917 - the state of one recursion
                 f"{list(sizes)} entries for {list(counts)} rows. The structure must not depend on the rows, "
                 "except for lists with one item per row"
             )
-        repeat = None if again is ... else unpack(again)
+        repeat = None if again is ... else unpack(again, objects=True)
         if repeat is None or not same_node(first, repeat.tree):
             repeats: Sequence[Any] = [...] * sizes[0]
         else:

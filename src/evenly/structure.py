@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from evenly.containers import ATOMS, DICT, TUPLE, Kind, kind_of
+from evenly.containers import ATOMS, DICT, OBJECT, TUPLE, Kind, kind_of, opens_as_object
 
 
 class Tree:
@@ -155,7 +155,7 @@ class Tree:
         """
         if self.kind is None:
             return [value], self
-        node = unpack(value)
+        node = unpack(value, objects=self.kind.name == OBJECT.name)
         if node is None or not same_node(self, node.tree):
             found = describe(node.tree) if node else _short(value)
             raise ValueError(f"{root} is {found}, expected {describe(self)}")
@@ -233,9 +233,16 @@ def flatten(
     return leaves, tree
 
 
-def unpack(value: Any) -> Node | None:
-    """One container opened by one level, or None when the value is a leaf."""
+def unpack(value: Any, *, objects: bool = False) -> Node | None:
+    """One container opened by one level, or None when the value is a leaf.
+
+    Args:
+        value: Anything.
+        objects: Whether instances of plain classes that hold tensors are containers of their attributes.
+    """
     kind = kind_of(value)
+    if kind is None and objects and opens_as_object(value):
+        kind = OBJECT
     if kind is None:
         return None
     keys, children, extra = kind.unpack(value)
