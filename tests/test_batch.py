@@ -104,9 +104,7 @@ def test_tensors_without_rows_are_given_whole():
 
 
 def test_a_mask_over_time_beside_a_batch_is_refused_with_the_remedies():
-    with pytest.raises(
-        ValueError, match=r"kwargs\[\"mask\"\] has size 5 .*batch has 8 rows \(args\[0\]"
-    ) as error:
+    with pytest.raises(ValueError, match=r"kwargs\[\"mask\"\] has size 5 .*batch has 8 rows \(args\[0\]") as error:
         shards(torch.ones(8, 5), kwargs={"mask": torch.ones(5, 5)})
     assert "in_dims=" in str(error.value)
     assert "evenly.replicate(" in str(error.value)
@@ -345,9 +343,7 @@ def test_a_packed_sequence_runs_through_an_rnn_and_lets_gradients_through():
     lengths = torch.tensor([2, 4, 3])
     x = torch.randn(3, 4, 2, requires_grad=True)
     lstm = torch.nn.LSTM(2, 3)
-    whole, _ = pad_packed_sequence(
-        lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
-    )
+    whole, _ = pad_packed_sequence(lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0])
     (expected,) = torch.autograd.grad(whole.square().sum(), x)
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     parts = [lstm(part)[0].data.square().sum() for part in first(packed)]
@@ -399,9 +395,7 @@ def test_a_shard_can_be_built_around_other_tensors():
 
 
 def test_gradients_of_parts_merge_into_the_gradient_of_the_whole():
-    plan = plan_split(
-        (torch.ones(3, 2), torch.ones(1, 2), ragged([1, 3, 2], enforce_sorted=False)[1]), {}, devices=2
-    )
+    plan = plan_split((torch.ones(3, 2), torch.ones(1, 2), ragged([1, 3, 2], enforce_sorted=False)[1]), {}, devices=2)
     rows, whole, packed = plan.tensor_leaves()
     assert plan.merge(rows, [torch.ones(2, 2), None]).tolist() == [[1, 1], [1, 1], [0, 0]]
     assert plan.merge(whole, [torch.ones(1, 2), torch.ones(1, 2)]).tolist() == [[2, 2]]

@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from evenly.batch import plan_split
@@ -253,10 +253,7 @@ def test_values_are_joined_by_their_rules():
     assert check_and_join_values("output", Mean(), [1.0, 4.0], (2, 1)) == 2.0
     assert check_and_join_values("output", Stack(), [1, 2], (2, 1)) == [1, 2]
     assert (
-        check_and_join_values(
-            "output", Constant(), [torch.device("cpu"), torch.device("cuda:1")], (2, 1)
-        ).type
-        == "cpu"
+        check_and_join_values("output", Constant(), [torch.device("cpu"), torch.device("cuda:1")], (2, 1)).type == "cpu"
     )
     assert check_and_join_values("output", Unknown("0", (Constant(), Sum())), [0, 0], (2, 1)) == 0
 

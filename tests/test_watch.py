@@ -391,9 +391,7 @@ def test_changes_travel_and_are_applied():
     assert not hasattr(theirs, "table")
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda t: t, lambda t: [t], lambda t: {"h": (t,)}, lambda t: SimpleNamespace(h=t)]
-)
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t], lambda t: {"h": (t,)}, lambda t: SimpleNamespace(h=t)])
 def test_what_forward_left_on_self_is_not_kept_alive(wrap: Callable[[Any], Any]):
     net, watch = watched()
     hidden = torch.ones(10)

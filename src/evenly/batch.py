@@ -36,10 +36,7 @@ class SplitPlan:
             0, others need a copy).
     """
 
-<<<<<<< HEAD
-    def __init__(self, size: int | None, dim: int, rows: tuple[int, ...], tree: Tree, leaves: list[Unit]) -> None:
-=======
-    def __init__(  # noqa: PLR0913 - made by plan_split alone
+    def __init__(
         self,
         *,
         size: int | None,
@@ -49,7 +46,6 @@ class SplitPlan:
         leaves: list[Unit],
         call: tuple[tuple[Any, ...], dict[str, Any]] | None,
     ) -> None:
->>>>>>> batch
         self.size = size
         self.dim = dim
         self.rows = rows
@@ -59,8 +55,7 @@ class SplitPlan:
         self._tensor_leaves = [leaf for unit in leaves for leaf in unit.tensors]
         ends = list(accumulate(rows))
         self._parts = [
-            Part(end - count, end, replica, rows)
-            for replica, (end, count) in enumerate(zip(ends, rows, strict=True))
+            Part(end - count, end, replica, rows) for replica, (end, count) in enumerate(zip(ends, rows, strict=True))
         ]
 
     @property
@@ -125,9 +120,7 @@ class SplitPlan:
         """
         return leaf.merge(parts, self._parts)
 
-    def _build(
-        self, part: Part, tensors: Sequence[torch.Tensor | None]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _build(self, part: Part, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # A module that runs alone gets what the user gave: what it appends to or fills is the user's.
         alone = len(self.rows) == 1 and part.replica == 0
         if alone and self._call is not None and _same_tensors(tensors, self._tensor_leaves):
@@ -135,9 +128,7 @@ class SplitPlan:
         if self._tree.is_call:
             return tuple(tensors), {}
         given = iter(tensors)
-        return self._tree.rebuild(
-            [unit.build(part, [next(given) for _ in unit.tensors]) for unit in self.leaves]
-        )
+        return self._tree.rebuild([unit.build(part, [next(given) for _ in unit.tensors]) for unit in self.leaves])
 
 
 def plan_split(
@@ -199,21 +190,13 @@ def plan_split(
         trees = [planner.container(args, "args"), planner.container(named, "kwargs")]
         tree = Tree(tree.kind, tree.type, tree.keys, tuple(trees))
     marked = any(isinstance(leaf, Marker) for leaf in leaves)
-    return SplitPlan(
-        size=size, dim=dim, rows=rows, tree=tree, leaves=planner.units, call=None if marked else call
-    )
+    return SplitPlan(size=size, dim=dim, rows=rows, tree=tree, leaves=planner.units, call=None if marked else call)
 
 
 class _Planner:
     """Walks through the arguments once and decides on every part of them."""
 
-<<<<<<< HEAD
-    def __init__(self, size: int | None, dim: int, devices: int, replicas: int, origin: Callable[[], str]) -> None:
-=======
-    def __init__(
-        self, size: int | None, dim: int, *, replicas: int, strict: bool, origin: Callable[[], str]
-    ) -> None:
->>>>>>> batch
+    def __init__(self, size: int | None, dim: int, *, replicas: int, strict: bool, origin: Callable[[], str]) -> None:
         self.size = size
         self.dim = dim
         self.replicas = replicas
@@ -307,9 +290,7 @@ class _Planner:
 
     def is_per_sample(self, value: Sequence[Any], path: str) -> bool:
         """Whether a plain list or tuple has one item per row: non-tensors, or records (dicts) of tensors."""
-        if len(value) != self.size or any(
-            isinstance(item, (torch.Tensor, PackedSequence, Marker)) for item in value
-        ):
+        if len(value) != self.size or any(isinstance(item, (torch.Tensor, PackedSequence, Marker)) for item in value):
             return False
         tensors: list[torch.Tensor] = []
         for item in value:
@@ -397,69 +378,3 @@ def _size_along(leaf: Any, dim: int) -> int | None:
 def _origin(tree: Tree, leaves: Sequence[Any], place: int) -> str:
     leaf, path = leaves[place], tree.paths(("args", "kwargs"))[place]
     return f"{path}, shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else path
-<<<<<<< HEAD
-
-
-def _mark_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: InDims
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turns `in_dims` into markers around the arguments it is about."""
-    if isinstance(in_dims, Mapping):
-        entries = dict(cast("Mapping[int | str, Any]", in_dims))
-        unknown = [key for key in entries if key not in kwargs and key not in range(len(args))]
-        if unknown:
-            raise ValueError(
-                f"in_dims names {unknown!r}, but the call has {len(args)} positional arguments and the keywords "
-                f"{list(kwargs)}"
-            )
-    elif isinstance(in_dims, (tuple, list)):
-        dims = cast("Sequence[Any]", in_dims)
-        if len(dims) != len(args):
-            raise ValueError(f"in_dims has {len(dims)} entries, but the call has {len(args)} positional arguments")
-        entries = dict(enumerate(dims))
-    else:
-        entries = dict.fromkeys([*range(len(args)), *kwargs], in_dims)
-    marked = tuple(_mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args))
-    named = {
-        key: _mark(value, entries[key], f'kwargs["{key}"]') if key in entries else value
-        for key, value in kwargs.items()
-    }
-    return marked, named
-
-
-def _mark(value: Any, spec: Any, path: str) -> Any:
-    if isinstance(value, Marker):
-        return value
-    if spec is None:
-        return Replicated(value)
-    if spec == "samples":
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise ValueError(f'in_dims gives "samples" for {path}, but that is a {type(value).__name__}: no sequence')
-        return Samples(cast("Sequence[Any]", value))
-    if isinstance(spec, int) and not isinstance(spec, bool):
-        _check_dim(value, spec, path)
-        return Along(value, spec)
-    entries, node = unpack(spec), unpack(value)
-    if entries is None or node is None:
-        raise ValueError(f'in_dims gives {spec!r} for {path}: an int, None, "samples" or a structure of them fits')
-    specs = dict(zip(entries.tree.keys, entries.children, strict=True))
-    partial = isinstance(spec, Mapping)
-    if not specs.keys() <= set(node.tree.keys) or not (partial or len(specs) == len(node.children)):
-        raise ValueError(f"in_dims gives {spec!r} for {path}, which has {list(node.tree.keys)}")
-    children = [
-        _mark(child, specs[key], child_path) if key in specs else child
-        for key, child, child_path in zip(node.tree.keys, node.children, node.paths(path), strict=True)
-    ]
-    return node.tree.rebuild(children)
-
-
-def _check_dim(value: Any, dim: int, path: str) -> None:
-    leaves, tree = flatten(value, is_leaf=_is_marker)
-    for leaf, leaf_path in zip(leaves, tree.paths(path), strict=True):
-        if isinstance(leaf, torch.Tensor) and not -leaf.ndim <= dim < leaf.ndim:
-            raise ValueError(
-                f"in_dims gives dimension {dim} for {leaf_path}, which has {leaf.ndim} dimensions "
-                f"(shape {list(leaf.shape)})"
-            )
-=======
->>>>>>> batch

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
     by_attribute: bool = False
 
 
-def kind_of(value: Any) -> Kind | None:  # noqa: PLR0911 - a table of tests, in the order they must be made in
+def kind_of(value: Any) -> Kind | None:
     """How a value is opened; None if it is a leaf."""
     cls = cast("type[Any]", type(value))
     kind = _EXACT.get(cls)

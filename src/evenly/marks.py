@@ -65,15 +65,11 @@ def samples(items: Sequence[Any]) -> Any:
         TypeError: If it is a tensor, a string or no sequence.
     """
     if isinstance(items, (str, bytes)) or not isinstance(cast("Any", items), Sequence):
-        raise TypeError(
-            f"evenly.samples takes a sequence with one item per row, got a {type(items).__name__}"
-        )
+        raise TypeError(f"evenly.samples takes a sequence with one item per row, got a {type(items).__name__}")
     return Samples(items)
 
 
-def mark_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: InDims
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def mark_call(args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: InDims) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Turns `in_dims` into markers around the arguments it is about."""
     if isinstance(in_dims, Mapping):
         entries = dict(cast("Mapping[int | str, Any]", in_dims))
@@ -86,16 +82,12 @@ def mark_call(
     elif isinstance(in_dims, (tuple, list)):
         dims = cast("Sequence[Any]", in_dims)
         if len(dims) != len(args):
-            raise ValueError(
-                f"in_dims has {len(dims)} entries, but the call has {len(args)} positional arguments"
-            )
+            raise ValueError(f"in_dims has {len(dims)} entries, but the call has {len(args)} positional arguments")
         entries = dict(enumerate(dims))
     else:
         entries = dict.fromkeys([*range(len(args)), *kwargs], in_dims)
     entries = cast("dict[Any, Any]", entries)
-    marked = tuple(
-        _mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args)
-    )
+    marked = tuple(_mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args))
     named = {
         key: _mark(value, entries[key], f'kwargs["{key}"]') if key in entries else value
         for key, value in kwargs.items()
@@ -110,18 +102,14 @@ def _mark(value: Any, spec: Any, path: str) -> Any:
         return Replicated(value)
     if spec == "samples":
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise ValueError(
-                f'in_dims gives "samples" for {path}, but that is a {type(value).__name__}: no sequence'
-            )
+            raise ValueError(f'in_dims gives "samples" for {path}, but that is a {type(value).__name__}: no sequence')
         return Samples(cast("Sequence[Any]", value))
     if isinstance(spec, int) and not isinstance(spec, bool):
         _check_dim(value, spec, path)
         return Along(value, spec)
     entries, node = unpack(spec), unpack(value)
     if entries is None or node is None:
-        raise ValueError(
-            f'in_dims gives {spec!r} for {path}: an int, None, "samples" or a structure of them fits'
-        )
+        raise ValueError(f'in_dims gives {spec!r} for {path}: an int, None, "samples" or a structure of them fits')
     # A plain tuple fits a namedtuple or a dataclass by position.
     keys = node.tree.keys if type(spec) in {list, tuple} else entries.tree.keys
     specs = dict(zip(keys, entries.children, strict=False))

@@ -139,9 +139,7 @@ def _check_alike(path: str, metas: Sequence[tuple[Sequence[int], torch.dtype]]) 
 
 def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> None:
     if along is not None and along >= len(shapes[0]):
-        raise ValueError(
-            f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}"
-        )
+        raise ValueError(f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}")
     for replica, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             if dim == along or size == shapes[0][dim]:
@@ -204,9 +202,7 @@ def _equal_values_decide(rule: OutputRule, value: Any) -> bool:
     """Whether a value that is the same on all replicas is that of the whole by every possible rule."""
     if not isinstance(rule, Unknown):
         return not isinstance(rule, Sum)
-    return bool(rule.candidates) and (
-        Sum() not in rule.candidates or value == 0 or same_value(value, math.nan)
-    )
+    return bool(rule.candidates) and (Sum() not in rule.candidates or value == 0 or same_value(value, math.nan))
 
 
 def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -309,9 +305,7 @@ def override_rules(
         if spec is None:
             continue
         if spec not in SCALAR_RULES:
-            raise ValueError(
-                f'scalar_outputs gives {spec!r} for {path}: "mean", "sum" and "stack" are possible'
-            )
+            raise ValueError(f'scalar_outputs gives {spec!r} for {path}: "mean", "sum" and "stack" are possible')
         leaf = leaves[place]
         one = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not isinstance(result[place], Rows)
         if one or is_number(leaf):

@@ -52,9 +52,7 @@ class Layout(NamedTuple):
         def beside(index: torch.Tensor | None) -> torch.Tensor | None:
             return None if index is None else index.to(data.device)
 
-        return PackedSequence(
-            data, self.batch_sizes, beside(self.sorted_indices), beside(self.unsorted_indices)
-        )
+        return PackedSequence(data, self.batch_sizes, beside(self.sorted_indices), beside(self.unsorted_indices))
 
 
 def layout_of(packed: PackedSequence) -> Layout:
@@ -95,9 +93,7 @@ def join_samples(layouts: Sequence[Layout], like: Layout | None = None) -> tuple
     if like is not None and torch.equal(like.lengths(), lengths):
         whole, order = like, torch.argsort(like.places())
     else:
-        whole, order = _layout_for(
-            lengths, keep_order=all(layout.unsorted_indices is None for layout in layouts)
-        )
+        whole, order = _layout_for(lengths, keep_order=all(layout.unsorted_indices is None for layout in layouts))
     offset = 0
     longest = int(lengths.max())
     # Row i of the table says where the steps of sample i lie in the concatenation, as far as the sample goes.

@@ -231,9 +231,7 @@ class Whole(Unit):
     def build(self, part: Part, tensors: Sequence[torch.Tensor | None]) -> Any:
         """The same object, as long as its tensors are the same."""
         del part
-        if self.tree is None or all(
-            new is leaf.value for new, leaf in zip(tensors, self.inside, strict=True)
-        ):
+        if self.tree is None or all(new is leaf.value for new, leaf in zip(tensors, self.inside, strict=True)):
             return self.value
         return _Opened.of(self.value, self.path, None).fill(tensors)
 

@@ -98,9 +98,7 @@ def _infer(
 ) -> Tree:
     if any(value is None for value in values) and not all(value is None for value in values):
         missing = [count for value, count in zip(values, counts, strict=True) if value is None]
-        raise ValueError(
-            f"{path} is None for {missing} rows, but not for {list(counts)}: it must be None always"
-        )
+        raise ValueError(f"{path} is None for {missing} rows, but not for {list(counts)}: it must be None always")
     nodes = [unpack(value, objects=True) for value in values]
     opened = [node for node in nodes if node is not None]
     if len(opened) == len(values):
@@ -126,25 +124,19 @@ def _infer(
         return opened[0].close(
             [
                 _infer(
-<<<<<<< HEAD
-                    [node.children[i] for node in opened], path + first.step(key), counts, rules, repeats[i], by_shape
-=======
                     [node.children[i] for node in opened],
                     path + first.step(key),
                     counts,
                     rules,
                     repeats[i],
                     by_shape,
->>>>>>> batch
                 )
                 for i, key in enumerate(first.keys)
             ]
         )
     if opened or len({_family(value) for value in values}) > 1:
         kinds = [type(value).__name__ for value in values]
-        raise ValueError(
-            f"{path} is of the types {kinds} for {list(counts)} rows: it must be the same always"
-        )
+        raise ValueError(f"{path} is of the types {kinds} for {list(counts)} rows: it must be the same always")
     rules.append(_shape_rule(values, counts) if by_shape else _leaf_rule(values, counts, again))
     return LEAF
 
@@ -162,9 +154,7 @@ def _leaf_rule(values: list[Any], counts: Sequence[int], again: Any) -> OutputRu
     if isinstance(first, PackedSequence):
         return _packed_rule(values, counts)
     if is_number(first):
-        return _number_rule(
-            [torch.tensor(float(value), dtype=torch.float64) for value in values], counts, first
-        )
+        return _number_rule([torch.tensor(float(value), dtype=torch.float64) for value in values], counts, first)
     if all(same_value(first, value) for value in values) or isinstance(first, torch.device):
         return Constant()
     return Unknown(_differs(values, counts))
@@ -174,33 +164,17 @@ def _shape_rule(values: list[Any], counts: Sequence[int]) -> OutputRule:
     first = values[0]
     if isinstance(first, PackedSequence):
         return _packed_rule(values, counts)
-<<<<<<< HEAD
-    if not isinstance(first, torch.Tensor):
-        if all(same_value(first, value) for value in values) and not is_number(first):
-            return Constant()
-        return (
-            Unknown("one run does not tell a mean from a sum", (Constant(), Sum()))
-            if is_number(first)
-            else Unknown(_differs(values, counts))
-        )
-    if len(values) < 2 or len({value.ndim for value in values}) > 1:  # noqa: PLR2004
-        return Unknown(_differs(values, counts))
-    dims = [dim for dim in range(first.ndim) if _factor([value.shape[dim] for value in values], counts)]
-=======
     if isinstance(first, torch.Tensor):
         return _tensor_shape_rule(values, counts)
     if is_number(first):
         return Unknown(_ONE_RUN, (Constant(), Sum()))
-    return (
-        Constant() if all(same_value(first, value) for value in values) else Unknown(_differs(values, counts))
-    )
+    return Constant() if all(same_value(first, value) for value in values) else Unknown(_differs(values, counts))
 
 
 def _tensor_shape_rule(values: list[torch.Tensor], counts: Sequence[int]) -> OutputRule:
     first, uneven = values[0], len(set(counts)) > 1
     dims = [d for d in range(first.ndim) if all(value.ndim == first.ndim for value in values)]
     dims = [d for d in dims if _factor([value.shape[d] for value in values], counts)]
->>>>>>> batch
     rules: list[OutputRule] = [Rows(dim, first.shape[dim] // counts[0]) for dim in dims]
     if rules and uneven:
         return rules[0] if len(rules) == 1 else Unknown(_PAIRWISE)
@@ -215,14 +189,10 @@ def _tensor_shape_rule(values: list[torch.Tensor], counts: Sequence[int]) -> Out
 
 def _packed_rule(values: list[PackedSequence], counts: Sequence[int]) -> OutputRule:
     sizes = [int(value.batch_sizes[0]) for value in values]
-    return (
-        PackedRows() if sizes == list(counts) else Unknown(f"it has {sizes} samples for {list(counts)} rows")
-    )
+    return PackedRows() if sizes == list(counts) else Unknown(f"it has {sizes} samples for {list(counts)} rows")
 
 
-def _tensor_rule(  # noqa: PLR0911 - one return per finding
-    values: list[torch.Tensor], counts: Sequence[int], again: Any
-) -> OutputRule:
+def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) -> OutputRule:
     whole, *parts = values
     if len({value.ndim for value in values}) > 1:
         return Unknown(_differs(values, counts))
@@ -246,17 +216,13 @@ def _tensor_rule(  # noqa: PLR0911 - one return per finding
     if close(whole, joined):
         return rule
     if whole.layout is torch.strided and not whole.is_complex() and close(_ordered(whole), _ordered(joined)):
-        return Unknown(
-            "its rows do not lie one after the other (the batch must come first when dimensions are merged)"
-        )
+        return Unknown("its rows do not lie one after the other (the batch must come first when dimensions are merged)")
     if isinstance(again, torch.Tensor) and close(whole, again):
         return Unknown("the values of its rows depend on the other rows of the batch")
     return rule
 
 
-def _number_rule(  # noqa: PLR0911 - one return per finding
-    values: list[torch.Tensor], counts: Sequence[int], example: Any
-) -> OutputRule:
+def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any) -> OutputRule:
     """The rule of a tensor without rows, or of a Python number."""
     whole, a, b = (value.detach() for value in values)
     integral = _is_integral(example)
@@ -283,8 +249,7 @@ def _number_rule(  # noqa: PLR0911 - one return per finding
     if fits:
         return Unknown("its values fit a mean and a sum", tuple(fits))
     return Unknown(
-        _differs(values, counts)
-        + ", which is no mean and no sum over rows. If it is divided by something that all "
+        _differs(values, counts) + ", which is no mean and no sum over rows. If it is divided by something that all "
         "rows share, divide by evenly.whole_batch(...) of it"
     )
 
@@ -305,9 +270,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal up to the differences of kernels for other batch sizes; NaN is NaN."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    left, right = (
-        x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (left, right)
-    )
+    left, right = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (left, right))
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
     tolerance = _TOLERANCE.get(left.dtype, _DEFAULT_TOLERANCE)
@@ -325,9 +288,7 @@ def _ordered(value: torch.Tensor) -> torch.Tensor:
 
 def _differs(values: Sequence[Any], counts: Sequence[int]) -> str:
     shown = [
-        f"of shape {list(value.shape)}"
-        if isinstance(value, torch.Tensor) and value.numel() != 1
-        else short(value)
+        f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and value.numel() != 1 else short(value)
         for value in values
     ]
     return f"it was {', '.join(shown)} for {', '.join(map(str, counts))} rows"

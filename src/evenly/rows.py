@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def split_rows(
-    size: int, devices: int, weights: Sequence[float] | None = None, min_rows: int = 1
-) -> tuple[int, ...]:
+def split_rows(size: int, devices: int, weights: Sequence[float] | None = None, min_rows: int = 1) -> tuple[int, ...]:
     """How many rows each replica computes.
 
     Args:
@@ -46,7 +44,6 @@ def _count_weighted(weights: Sequence[float], devices: int) -> int:
     positive = [weight > 0 for weight in weights]
     if min(weights) < 0 or not positive[0] or sorted(positive, reverse=True) != positive:
         raise ValueError(
-            "split weights must be positive, except that the last replicas can be left out with 0: got "
-            f"{list(weights)}"
+            f"split weights must be positive, except that the last replicas can be left out with 0: got {list(weights)}"
         )
     return sum(positive)

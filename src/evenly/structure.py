@@ -113,10 +113,7 @@ class Tree:
         kind = self.kind
         if kind is None:
             return next(leaves)
-        children = [
-            next(leaves) if child.kind is None else child._build(leaves)  # noqa: SLF001 - a tree of its own kind
-            for child in self.children
-        ]
+        children = [next(leaves) if child.kind is None else child._build(leaves) for child in self.children]
         return kind.pack(self, children)
 
     def paths(self, root: str | Sequence[str]) -> list[str]:
@@ -292,138 +289,7 @@ def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | Non
             error.steps.insert(0, f".{key}" if kind.by_attribute else _subscript(key))
             raise
     above.discard(id(value))
-<<<<<<< HEAD
-    return Tree(kind, type(value), keys, tuple(trees), extra, value)
-
-
-def _kind_of(value: Any) -> Kind | None:
-    cls = cast("type[Any]", type(value))
-    kind = _EXACT.get(cls)
-    if kind is not None or cls in _ATOMS or isinstance(value, _OPAQUE):
-        return kind
-    fielded = dataclasses.is_dataclass(cls)
-    # Its authors register it as a pytree node as well, but that way its None fields are lost.
-    if fielded and issubclass(cls, OrderedDict):
-        return _MODEL_OUTPUT
-    if cls in pytree.SUPPORTED_NODES:
-        return _REGISTERED
-    if issubclass(cls, tuple):
-        return _NAMEDTUPLE if hasattr(cls, "_fields") else _TUPLE_SUBCLASS
-    if issubclass(cls, (list, deque)):
-        return _LIST_SUBCLASS
-    if issubclass(cls, Mapping):
-        return _MAPPING if issubclass(cls, MutableMapping) else _FROZEN_MAPPING
-    return _DATACLASS if fielded else None
-
-
-def _unpack_sequence(value: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return range(len(value)), value, None
-
-
-def _unpack_deque(value: deque[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return range(len(value)), list(value), value.maxlen
-
-
-def _unpack_mapping(value: Mapping[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    keys = tuple(value)
-    return keys, [value[key] for key in keys], None
-
-
-def _unpack_defaultdict(value: defaultdict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return tuple(value), list(value.values()), value.default_factory
-
-
-def _unpack_namedtuple(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return value._fields, value, None
-
-
-def _unpack_dataclass(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    # A field may be unset (init=False), and a frozen instance may carry attributes that are no fields.
-    names = dict.fromkeys([field.name for field in dataclasses.fields(value)] + list(getattr(value, "__dict__", ())))
-    keys = tuple(name for name in names if hasattr(value, name))
-    return keys, [getattr(value, key) for key in keys], None
-
-
-def _unpack_model_output(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    items = cast("dict[str, Any]", dict(OrderedDict.items(value)))
-    # A field that was None at construction and set later is an attribute without being an item.
-    others = [field.name for field in dataclasses.fields(value) if field.name not in items]
-    others = [name for name in others if getattr(value, name, None) is not None]
-    children = list(items.values()) + [getattr(value, name) for name in others]
-    return (*items, *others), children, len(items)
-
-
-def _unpack_registered(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    definition = pytree.SUPPORTED_NODES[cast("type[Any]", type(value))]
-    children, context = definition.flatten_fn(value)
-    return range(len(children)), children, context
-
-
-def _pack_mapping(tree: Tree, children: list[Any]) -> Any:
-    clone = copy.copy(tree.template)
-    if not isinstance(clone, (dict, UserDict)) and not hasattr(type(clone), "__copy__"):
-        # A plain copy shares the dict in which such a class keeps its items: setting them would change the user's.
-        for name, part in list(vars(clone).items()):
-            if isinstance(part, MutableMapping):
-                vars(clone)[name] = copy.copy(cast("MutableMapping[Any, Any]", part))
-    for key, child in zip(tree.keys, children, strict=True):
-        clone[key] = child
-    return clone
-
-
-def _pack_frozen_mapping(tree: Tree, children: list[Any]) -> Any:
-    return _type_of(tree)(dict(zip(tree.keys, children, strict=True)))
-
-
-def _pack_namedtuple(tree: Tree, children: list[Any]) -> Any:
-    return _with_attributes(_type_of(tree)._make(children), tree)
-
-
-def _pack_tuple_subclass(tree: Tree, children: list[Any]) -> Any:
-    return _with_attributes(tuple.__new__(_type_of(tree), children), tree)
-
-
-def _pack_list_subclass(tree: Tree, children: list[Any]) -> Any:
-    clone = copy.copy(tree.template)
-    clone.clear()
-    clone.extend(children)
-    return clone
-
-
-def _pack_dataclass(tree: Tree, children: list[Any]) -> Any:
-    # Not the constructor: fields may be init=False, and __post_init__ has already run on these values.
-    clone = object.__new__(_type_of(tree))
-    for key, child in zip(tree.keys, children, strict=True):
-        object.__setattr__(clone, key, child)
-    return clone
-
-
-def _pack_model_output(tree: Tree, children: list[Any]) -> Any:
-    cls = _type_of(tree)
-    clone = cls.__new__(cls)
-    vars(clone).update(vars(tree.template))
-    for place, (key, child) in enumerate(zip(tree.keys, children, strict=True)):
-        if place < tree.extra:
-            OrderedDict.__setitem__(clone, key, child)
-        vars(clone)[key] = child
-    return clone
-
-
-def _pack_registered(tree: Tree, children: list[Any]) -> Any:
-    return pytree.SUPPORTED_NODES[_type_of(tree)].unflatten_fn(children, tree.extra)
-
-
-def _with_attributes(clone: Any, tree: Tree) -> Any:
-    if attributes := getattr(tree.template, "__dict__", None):
-        vars(clone).update(attributes)
-    return clone
-
-
-def _type_of(tree: Tree) -> Any:
-    return tree.type
-=======
     return Tree(kind, cast("Any", type(value)), keys, tuple(trees), extra, value)
->>>>>>> batch
 
 
 def _name_of(cls: Any) -> str:

@@ -123,7 +123,7 @@ class WholeBatch(TorchFunctionMode):
         return numerator / whole_batch(denominator).to(numerator.dtype) / self.share
 
 
-def _cross_entropy(  # noqa: PLR0913, PLR0917 - F.cross_entropy's own
+def _cross_entropy(
     mode: WholeBatch,
     input: Tensor,  # noqa: A002 - as in F.cross_entropy
     target: Tensor,
@@ -136,16 +136,14 @@ def _cross_entropy(  # noqa: PLR0913, PLR0917 - F.cross_entropy's own
 ) -> Tensor:
     legacy = size_average is not None or reduce is not None
     if legacy or reduction != "mean" or target.is_floating_point() or input.dim() < 2:  # noqa: PLR2004
-        return F.cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     total = F.cross_entropy(
         input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
     )
     return mode.mean(total, _weight_of(target, weight, ignore_index, total.dtype))
 
 
-def _nll_loss(  # noqa: PLR0913, PLR0917 - F.nll_loss's own
+def _nll_loss(
     mode: WholeBatch,
     input: Tensor,  # noqa: A002 - as in F.nll_loss
     target: Tensor,
@@ -170,7 +168,7 @@ def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: 
     return (weight.detach().to(dtype)[target.where(valid, 0)] * valid).sum().to(torch.float64)
 
 
-def _batch_norm(  # noqa: PLR0913, PLR0917 - F.batch_norm's own
+def _batch_norm(
     mode: WholeBatch,
     input: Tensor,  # noqa: A002 - as in F.batch_norm
     running_mean: Tensor | None,
