@@ -433,7 +433,29 @@ def generator_in_a_config(model: nn.Module) -> None:
     model.config = Config({"batches": [1, (i for i in range(3))]})
 
 
-def socket_in_a_hook(model: nn.Module) -> None:
+def lock_on_a_parameter(model: nn.Module) -> None:
+    model.encoder[0].weight.owner = threading.Lock()
+
+
+def lock_in_a_class(model: nn.Module) -> None:
+    class Local:
+        lock = threading.Lock()
+
+    model.helper = Local()
+
+
+LOCK = threading.Lock()
+
+
+def global_of_a_method(model: nn.Module) -> None:
+    class Local(nn.Module):
+        def forward(self) -> None:
+            LOCK.acquire()
+
+    model.inner = Local()
+
+
+def lock_in_a_hook(model: nn.Module) -> None:
     model.encoder.register_forward_hook(functools.partial(print, file=threading.Lock()))
 
 
@@ -443,7 +465,11 @@ def socket_in_a_hook(model: nn.Module) -> None:
         (lock_in_a_submodule, "model.encoder.lock", "_thread.lock"),
         (file_in_a_lambda, "model.encoder.act (closure variable 'file')", "_io.TextIOWrapper"),
         (generator_in_a_config, "model.config.options['batches'][1]", "generator"),
-        (socket_in_a_hook, ".keywords['file']", "_thread.lock"),
+        (lock_in_a_hook, ".keywords['file']", "_thread.lock"),
+        (lock_on_a_parameter, "model.encoder[0].weight.owner", "_thread.lock"),
+        (lock_in_a_class, ".lock cannot", "_thread.lock"),
+        (global_of_a_method, "model.inner (its class ", "_thread.lock"),
+        (global_of_a_method, "Local).forward (global 'LOCK')", "_thread.lock"),
     ],
 )
 def test_what_cannot_travel_is_named_with_its_path(spoil: Any, path: str, kind: str):
