@@ -65,9 +65,6 @@ class ReplicaDied(ReplicaError):  # noqa: N818 - it says what happened
         return type(self), (*super().__reduce__()[1], self.pid, self.returncode)
 
 
-# --- crossing over ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Value:
     """A value that may not survive the journey: its parcel and, in any case, how it looked."""
@@ -186,9 +183,6 @@ def _safely(text_of: Callable[[Any], str], value: object) -> str:
         return f"<{type(value).__qualname__}>"
 
 
-# --- rebuilding ------------------------------------------------------------------------------------------
-
-
 def _rebuild(description: _Description) -> BaseException | None:
     """The exception as its own type, or None."""
     cls = _find_class(description)
@@ -279,8 +273,6 @@ def _defines(cls: type, *names: str) -> bool:
 def _builtin_base(cls: type[BaseException]) -> Any:
     return next(base for base in cls.__mro__ if not _is_python_class(base))
 
-
-# --- death -----------------------------------------------------------------------------------------------
 
 _LIKELY_CAUSES = {
     "SIGKILL": "often the system's out-of-memory killer (see `dmesg`), or a limit of the container or job",

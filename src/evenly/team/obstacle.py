@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 __all__ = ["explain_obstacle", "unpicklable_path"]
@@ -27,12 +28,18 @@ def explain_obstacle(obj: object, name: str, error: Exception, pack: Callable[[o
     path, culprit, error, owner = _search(obj, name, error, pack)
     cls = type(culprit)
     kind = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
-    return (
-        f"{path} cannot be sent to another process: it is a {kind} ({type(error).__name__}: {error}). "
-        f"Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong "
-        f"to one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
-    )
+    if isinstance(culprit, torch.jit.ScriptModule):
+        remedy = (
+            "TorchScript modules hold their parameters where no other process can share them. Give the module "
+            "that it was made from; torch.compile works on that."
+        )
+    else:
+        holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
+        remedy = (
+            "Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong "
+            f"to one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
+        )
+    return f"{path} cannot be sent to another process: it is a {kind} ({type(error).__name__}: {error}). {remedy}"
 
 
 def unpicklable_path(obj: object, root_name: str, pack: Callable[[object], None]) -> str:
@@ -63,7 +70,7 @@ def _search(
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
     """What `obj` consists of, each with what is added to the path."""
-    if isinstance(obj, (str, bytes, int, float, complex, types.ModuleType)):
+    if isinstance(obj, (str, bytes, int, float, complex, types.ModuleType, torch.jit.ScriptModule)):
         return
     if isinstance(obj, Mapping):
         for key, value in cast("Mapping[Any, Any]", obj).items():

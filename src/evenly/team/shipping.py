@@ -149,7 +149,6 @@ def _try_pack(obj: object, known_modules: Mapping[int, int] | None) -> None:
     _Pickler(io.BytesIO(), LeafRegistry(), known_modules).dump(obj)
 
 
-# --- references ------------------------------------------------------------------------------------------
 # A persistent id is `4 * index + kind`: one small int, because pickle asks about every part of an id again.
 
 _TENSOR, _LEAF, _MODULE, _OTHER = range(4)
@@ -267,9 +266,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> Any:
         return self._things[pid & 3][pid >> 2]
-
-
-# --- tensors ---------------------------------------------------------------------------------------------
 
 
 def _kind_of(cls: type) -> int:
