@@ -377,9 +377,22 @@ import pickle, sys
 from evenly.team.shipping import pack, unpack
 net = unpack(sys.stdin.buffer.read())
 assert type(net).__module__ == "__main__" and net.forward.__code__.co_filename.endswith("script.py")
-sys.stdout.buffer.write(pack([net(1), net(2)]).payload)
+class Born:
+    def answer(self):
+        return 42
+named, defined = pack([net(1), net(2)], homeward=True).payload, pack([net(1), Born()]).payload
+assert len(named) < 200 < len(defined)
+sys.stdout.buffer.write(pickle.dumps((named, defined)))
 """], input=pack(Net()).payload, stdout=subprocess.PIPE, check=True)
-    results = unpack(child.stdout)
+    named, defined = pickle.loads(child.stdout)
+    results = unpack(named)
+    first, born = unpack(defined)
+    assert type(first) is Result
+    subprocess.run([sys.executable, "-c", """
+import sys
+from evenly.team.shipping import unpack
+assert unpack(sys.stdin.buffer.read()).answer() == 42
+"""], input=pack(born).payload, check=True)
     assert results == [Result(4), Result(5)], results
     assert type(results[0]) is Result
     assert Result.plus is plus, "our class was overwritten"

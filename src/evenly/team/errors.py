@@ -148,7 +148,7 @@ def _value_of(get: Callable[[], object]) -> _Value:
     try:
         value = get()
         look = _safely(repr, value)[:_LONGEST_LOOK]
-        parcel = pack(value)
+        parcel = pack(value, homeward=True)
         if sum(tensor.nbytes for tensor in parcel.tensors) + len(parcel.payload) > _LARGEST_VALUE:
             return _Value(look, None)
         file = io.BytesIO()

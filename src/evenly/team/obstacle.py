@@ -30,16 +30,18 @@ def explain_obstacle(obj: object, name: str, error: Exception, pack: Callable[[o
     kind = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     if isinstance(culprit, torch.jit.ScriptModule):
         remedy = (
-            "TorchScript modules hold their parameters where no other process can share them. Give the module "
-            "that it was made from; torch.compile works on that."
+            "TorchScript modules hold their parameters where no other process can share them. Give the "
+            "module that it was made from; torch.compile works on that."
         )
     else:
         holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
         remedy = (
-            "Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong "
-            f"to one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
+            "Each replica needs a copy of its own; locks, open files, sockets, generators and the like "
+            "belong to one process. Create it in forward at first use, or leave it out in __getstate__ of "
+            f"{holder}."
         )
-    return f"{path} cannot be sent to another process: it is a {kind} ({type(error).__name__}: {error}). {remedy}"
+    cause = f"{type(error).__name__}: {error}"
+    return f"{path} cannot be sent to another process: it is a {kind} ({cause}). {remedy}"
 
 
 def unpicklable_path(obj: object, root_name: str, pack: Callable[[object], None]) -> str:
