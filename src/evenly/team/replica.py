@@ -26,7 +26,7 @@ from torch import Tensor
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
-from evenly.team.context import Context, applied, seed
+from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
@@ -181,7 +181,7 @@ class Replica:
         base: int,
         rows: int,
         context: Context,
-        state: bytes,
+        state: RandomState,
         buffers: tuple[Any, ...],
         payload: bytes,
         arguments: tuple[Any, ...],
