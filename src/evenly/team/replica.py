@@ -26,7 +26,7 @@ from torch import Tensor
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
-from evenly.team.context import Context, applied, seed
+from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
@@ -96,6 +96,10 @@ class Replica:
                 return
             answers = command in self._answers
             if self.failure is not None and answers:
+                if command == Command.SHIP:
+                    # They came with this command: left over, they would be taken for those of the next module.
+                    for _ in range(2):
+                        os.close(self.channel.claim_descriptor())
                 self._fail(self.failure)
                 self.failure = None
             elif self.failure is None or command != Command.RUN:
@@ -131,8 +135,8 @@ class Replica:
         sizes: tuple[int, int],
     ) -> None:
         """Take over a module. Two descriptors come with it: memory of the parameters, and for this replica's gradients."""
-        parameters = Block(self.channel.claim_descriptor(), sizes[0])
-        gradients = Block(self.channel.claim_descriptor(), sizes[1])
+        descriptors = self.channel.claim_descriptor(), self.channel.claim_descriptor()
+        parameters, gradients = Block(descriptors[0], sizes[0]), Block(descriptors[1], sizes[1])
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
         places = [_place(leaf) for leaf in leaves]
         targets = [_leaf(parameters, place, leaf) for place, leaf in zip(places, leaves, strict=True)]
@@ -181,7 +185,7 @@ class Replica:
         base: int,
         rows: int,
         context: Context,
-        state: bytes,
+        state: RandomState,
         buffers: tuple[Any, ...],
         payload: bytes,
         arguments: tuple[Any, ...],
@@ -209,7 +213,7 @@ class Replica:
             metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
         if any(tensor.requires_grad for tensor in found):
             self.graphs[call] = (model, Graph(found, inputs))
-        parcel = pack(outlined, name="output")
+        parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
         self._reply(parcel.payload, tuple(metas), specs, tensors=data)
@@ -271,7 +275,7 @@ class Replica:
         with applied(context, self.context), torch.no_grad():
             self.context = context
             outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
-        answer = pack(outputs)
+        answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)
 
