@@ -27,12 +27,14 @@ from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
 from evenly.team.context import Context, RandomState, applied, seed
+from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
+from evenly.whole_batch import in_backward, in_shard, probed
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Replica:
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.templates: dict[int, Template] = {}
         self.context: Context | None = None
+        self.exchange: Exchange | None = None
         self.failure: bytes | None = None
         self.rows = 0
         self.seconds = 0.0
@@ -83,6 +86,7 @@ class Replica:
             Command.FETCH: self.fetch,
             Command.RENAME: self.rename,
             Command.REPORT: self.report,
+            Command.EXCHANGE: self.take_exchange,
         }
         self._answers = {
             Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
@@ -176,6 +180,16 @@ class Replica:
         """Drop a model that the driver has no more use for."""
         self.models.pop(number, None)
 
+    def take_exchange(self, replicas: int) -> None:
+        """Take over the memory in which replicas add up numbers among themselves; its descriptor came before."""
+        descriptor = self.channel.claim_descriptor()
+        self.exchange = Exchange(descriptor, replicas, self.index)
+        os.close(descriptor)
+
+    def _peers(self) -> Exchange:
+        assert self.exchange is not None  # noqa: S101 - it is the first thing that the driver sends
+        return self.exchange
+
     # ------------------------------------------------------------------ forward and backward
 
     def call(
@@ -184,6 +198,7 @@ class Replica:
         call: int,
         base: int,
         rows: int,
+        shard: Shard,
         context: Context,
         state: RandomState,
         buffers: tuple[Any, ...],
@@ -205,7 +220,8 @@ class Replica:
         with applied(context, self.context):
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
-            outputs = model.module(*args, **kwargs)
+            with in_shard(self._peers(), call, shard):
+                outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
         metas: list[tuple[int, tuple[int, ...], bool]] = []
         for position, tensor in enumerate(found):
@@ -224,16 +240,23 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:
+    def run_backward(self, call: int, keep: bool, base: int, taking_part: int, gradients: tuple[Any, ...]) -> None:
         """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
-            incoming[position] = receive_tensor(self.channel, what) if inline else self.values[what]
+            gradient = receive_tensor(self.channel, what) if inline else self.values[what]
+            incoming[position] = incoming[position] + gradient if position in incoming else gradient
+        if not call:  # this replica has nothing to run, but must not be waited for
+            with in_backward(self._peers(), base, taking_part):
+                pass
+            self._reply(b"", (), None, ())
+            return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        with in_backward(self._peers(), base, taking_part):
+            found, inputs = backward(graph, incoming, model.leaves, keep=keep)
         dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
         if dense:
             torch._foreach_copy_([target for target, _ in dense], [cast("Tensor", grad) for _, grad in dense])  # pyright: ignore[reportPrivateUsage]
@@ -256,6 +279,8 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        sync_batchnorm: bool,
+        rows: tuple[int, int],
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:
@@ -274,7 +299,7 @@ class Replica:
             copy.eval()
         with applied(context, self.context), torch.no_grad():
             self.context = context
-            outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
+            outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)

@@ -21,6 +21,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
+from evenly.team.exchange import Exchange, exchange_bytes
 from evenly.team.memory import Block
 from evenly.team.protocol import Command, Status, decode, encode
 from evenly.team.wire import Channel, ChannelClosedError, channel_memory, spin_seconds
@@ -108,6 +109,8 @@ class Team:
         self._released: list[int] = []
         self._dropped: list[int] = []
         self._forgotten: list[int] = []
+        self.exchange: Exchange | None = None
+        """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
 
@@ -169,7 +172,17 @@ class Team:
                 select.select([process.channel.socket], [], [], 0.1)
                 process.channel.take_descriptors()
             process.channel.receive()
+        self._share_exchange()
         self._ready = True
+
+    def _share_exchange(self) -> None:
+        """Give all replicas the memory in which they add up numbers among themselves."""
+        block = Block.allocate(exchange_bytes(self.size))
+        self.exchange = Exchange(block.descriptor, self.size, 0, self._check_alive)
+        for process in self._processes:
+            self.send_descriptor(process.index, block.descriptor)
+        self.broadcast(self.size, int(Command.EXCHANGE), self.size)
+        block.close()
 
     def _recover(self) -> None:
         """After an interruption: pass over replies that nobody waited for, or start afresh where that cannot be."""
