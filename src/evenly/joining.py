@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.containers import StandIn
 from evenly.outputs import (
     Constant,
     Mean,
@@ -43,31 +44,37 @@ class Joint:
     """One tensor of the joined output, made of one tensor of every replica's.
 
     Attributes:
-        tensor: What the user gets, still without autograd.
+        tensor: What the user gets, still without autograd; None once it has been taken.
         rule: How it is made of the parts.
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
+        shares: The fraction of the rows that each replica has.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     rule: OutputRule
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
+    dealt: tuple[Team, int, tuple[int, ...]] | None = field(init=False)
+    """Whose replicas hold the rows, along which dimension, how many each; None for a tensor without rows."""
+
+    def __post_init__(self) -> None:
+        shards = self.tensor.shards if isinstance(self.tensor, ShardedTensor) else None
+        self.dealt = shards and (shards.team, shards.dim, shards.rows)
 
     def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
         """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
+        dealt = self.dealt
         if isinstance(gradient, ShardedTensor):
-            shards, mine = gradient.shards, cast("ShardedTensor", self.tensor).shards
-            if shards and mine and shards.rows == mine.rows and shards.dim == mine.dim and shards.team is mine.team:
+            shards = gradient.shards
+            if shards and dealt == (shards.team, shards.dim, shards.rows) and not isinstance(self.rule, Stack):
                 return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
             gradient = gradient.plain()
-        if isinstance(self.rule, (Rows, PackedRows)):
-            mine = cast("ShardedTensor", self.tensor).shards
-            assert mine is not None  # noqa: S101 - rows are made sharded
-            return list(gradient.split(mine.rows, mine.dim))
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
+        if dealt is not None:
+            return list(gradient.split(dealt[2], dealt[1]))
         if isinstance(self.rule, Mean):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
@@ -100,13 +107,14 @@ class Joiner:
         Raises:
             ValueError: They do not fit together; the message names the path in the output.
         """
-        outputs = [self.tree.flatten_up_to(local, "output")]
+        own, tree = self.tree.fit(local, "output")
+        outputs = [own]
         outputs += [self.tree.flatten_up_to(answer.output, "output") for answer in answers]
         self._positions = {id(tensor): position for position, tensor in enumerate(tensors_of(local))}
         leaves: list[Any] = []
         for path, rule, parts in zip(self.tree.paths("output"), self.rules, zip(*outputs, strict=True), strict=True):
             leaves.append(self._leaf(path, rule, list(parts), base))
-        return Join(self.tree, leaves, self.joints)
+        return Join(tree, leaves, self.joints)
 
     def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:
         first = parts[0]
@@ -187,7 +195,7 @@ class Joiner:
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
         """Tensors inside of per-sample items: each belongs to one replica, and is brought here."""
-        leaves, tree = flatten(items, root="output")
+        leaves, tree = flatten(items, root="output", objects=True)
         made: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, RemoteTensor):
@@ -205,7 +213,7 @@ class Joiner:
 
 
 @dataclass
-class _Later:
+class _Later(StandIn):
     """Stands for a joint until autograd has put its tensor in the graph."""
 
     position: int
@@ -226,6 +234,13 @@ class Join:
     leaves: list[Any]
     joints: list[Joint]
 
+    def take(self) -> tuple[Tensor, ...]:
+        """The tensors of all joints, once. Afterwards autograd's graph may refer to this join without a cycle."""
+        taken = tuple([cast("Tensor", joint.tensor) for joint in self.joints])
+        for joint in self.joints:
+            joint.tensor = None
+        return taken
+
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
 
@@ -235,7 +250,7 @@ class Join:
             if isinstance(leaf, _PackedLater):
                 return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
             if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
-                inner, tree = flatten(leaf, root="output")
+                inner, tree = flatten(leaf, root="output", objects=True)
                 return tree.rebuild([fill(item) if isinstance(item, _Later) else item for item in inner])
             return leaf
 
