@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class Call:
         """
         team = self.team
         call, base = team.reserve(1), team.reserve(_NUMBERS_PER_CALL)
+        with team.nothing_half_done(call, base, _NUMBERS_PER_CALL):
+            return self._run(joiner, call, base, graph=graph)
+
+    def _run(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], call: int, base: int, *, graph: bool) -> Join:
+        team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
         with record_function("evenly.forward: send shards"):
@@ -88,16 +93,10 @@ class Call:
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
+        if own is not None:
+            raise own
+        remote = [_unless_failed(answer) for answer in found]
         self._remote = RemoteGraph(team, call)
-        failure = own or next((answer for answer in found if isinstance(answer, BaseException)), None)
-        if failure is not None:
-            team.release(team.generation, value=base)
-            for answer in found:
-                if not isinstance(answer, BaseException):
-                    for tensor in answer.tensors:
-                        team.release(team.generation, value=base + tensor.position)
-            raise failure
-        remote = [answer for answer in found if not isinstance(answer, BaseException)]
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote).join(output, remote, base)
         tensors = answers.tensors_of(output)
@@ -149,6 +148,7 @@ class Call:
                 parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
+        model.buffers.confirm()
 
     def _resident(self, leaf: TensorLeaf) -> Handle | None:
         """The handle of an input whose rows are in the replicas already, as they are to be split."""
@@ -212,6 +212,14 @@ class Call:
         team.phase = "backward"
         base = team.reserve(_NUMBERS_PER_CALL)
         team.tell_released()
+        with team.nothing_half_done(0 if keep else remote.call, base, _NUMBERS_PER_CALL):
+            return self._run_backward(graph, remote, join, gradients, inputs, base, keep=keep)
+
+    def _run_backward(
+        self, graph: Graph, remote: RemoteGraph, join: Join, gradients: Sequence[Tensor | None],
+        inputs: Sequence[int], base: int, *, keep: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+        team = self.team
         with record_function("evenly.backward: send gradients"):
             own = self._send_gradients(join, gradients, base, keep=keep)
         if not keep:
@@ -229,12 +237,9 @@ class Call:
             failure = error
         with record_function("evenly.backward: wait for replicas"):
             replies = [self._reply(replica) for replica in self._with_graphs]
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                failure = failure or reply
         if failure is not None:
             raise failure
-        done = [reply for reply in replies if not isinstance(reply, BaseException)]
+        done = [_unless_failed(reply) for reply in replies]
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -374,6 +379,16 @@ class RemoteGraph:
 
     def __del__(self) -> None:
         self.team.release(self.generation, call=self.call)
+
+
+_T = TypeVar("_T")
+
+
+def _unless_failed(found: _T | BaseException) -> _T:
+    """What a replica answered; raises what it failed with."""
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _stand_in() -> Tensor:

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -82,28 +83,36 @@ def shared_cores(threads: int) -> Iterator[None]:
 
 
 def random_state() -> bytes:
-    """A digest of the driver's generators: torch's, Python's, and NumPy's where it is in use.
+    """Digests of the driver's generators: torch's, Python's and, where it is in use, NumPy's.
 
-    Every replica seeds itself from it at each call, so that a seed, or a restored state, reproduces a run.
+    Every replica seeds itself from them at each call, so that a seed, or a restored state, reproduces a run. They are
+    kept apart: who seeds only torch gets the same dropout, whatever the other generators are at.
     """
-    digest = hashlib.blake2b(digest_size=8)
     generator = torch.get_rng_state()
-    digest.update(ctypes.string_at(generator.data_ptr(), generator.numel()))  # `bytes(storage)` takes 7 ms
-    digest.update(hash(random.getstate()[1]).to_bytes(8, "little", signed=True))
+    version, numbers, gauss = random.getstate()
+    digests = [
+        _digest(ctypes.string_at(generator.data_ptr(), generator.numel())),  # `bytes(storage)` takes 7 ms
+        _digest(repr((version, hash(numbers), gauss)).encode()),  # hashes of numbers are the same in all processes
+    ]
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        state = numpy.random.get_state(legacy=False)["state"]
-        digest.update(state["key"].tobytes() + int(state["pos"]).to_bytes(8, "little"))
-    return digest.digest()
+        digests.append(_digest(pickle.dumps(numpy.random.get_state(legacy=False))))
+    return b"".join(digests)
 
 
 def seed(state: bytes, replica: int) -> None:
     """Seed this process's generators from the driver's :func:`random_state` and the replica's number."""
-    number = int.from_bytes(
-        hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest(), "little"
-    )
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
+    salt = replica.to_bytes(8, "little")
+    numbers = [
+        int.from_bytes(hashlib.blake2b(state[at : at + 8], digest_size=8, salt=salt).digest(), "little")
+        for at in range(0, len(state), 8)
+    ]
+    torch.default_generator.manual_seed(numbers[0])
+    random.seed(numbers[1])
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(number % 2**32)
+    if numpy is not None and len(numbers) > 2:  # noqa: PLR2004
+        numpy.random.seed(numbers[2] % 2**32)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
