@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
-Gradients = dict[int, Tensor]
-"""What flows into one replica's outputs, by position."""
+Layout: TypeAlias = "tuple[int, tuple[int, ...]]"
+"""The dimension that is dealt out, and its size in each replica."""
 
 
 @dataclass(eq=False)
@@ -43,31 +43,42 @@ class Joint:
     """One tensor of the joined output, made of one tensor of every replica's.
 
     Attributes:
-        tensor: What the user gets, still without autograd.
+        tensor: What the user gets, before autograd has seen it; taken out with :meth:`take`, because the graph that
+            will hang on it holds this object.
         rule: How it is made of the parts.
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
+        shares: What each part counts in a mean.
+        team: Whose replicas hold the parts.
+        layout: How rows are dealt out; None if there are none.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     rule: OutputRule
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
+    team: Team
+    layout: Layout | None = None
+
+    def take(self) -> Tensor:
+        """The tensor, which is not kept."""
+        tensor, self.tensor = self.tensor, None
+        assert tensor is not None  # noqa: S101 - taken once
+        return tensor
 
     def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
         """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
+        layout = self.layout
         if isinstance(gradient, ShardedTensor):
-            shards, mine = gradient.shards, cast("ShardedTensor", self.tensor).shards
-            if shards and mine and shards.rows == mine.rows and shards.dim == mine.dim and shards.team is mine.team:
+            shards = gradient.shards
+            if shards and layout and (shards.dim, shards.rows) == layout and shards.team is self.team:
                 return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
             gradient = gradient.plain()
-        if isinstance(self.rule, (Rows, PackedRows)):
-            mine = cast("ShardedTensor", self.tensor).shards
-            assert mine is not None  # noqa: S101 - rows are made sharded
-            return list(gradient.split(mine.rows, mine.dim))
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
+        if layout is not None:
+            return list(gradient.split(layout[1], layout[0]))
         if isinstance(self.rule, Mean):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
@@ -125,10 +136,11 @@ class Joiner:
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
-        value, team = local.detach(), self.team
+        value, team, layout = local.detach(), self.team, None
         if isinstance(rule, Rows):
             rows = tuple(count * rule.factor for count in self.rows)
             tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
+            layout = (rule.dim, rows)
         elif isinstance(rule, (Mean, Sum)):
             weights = self._shares if isinstance(rule, Mean) else None
             tensor = ShardedTensor.of_parts(Parts(team, value, handle, len(self.rows), "sum", weights))
@@ -141,7 +153,7 @@ class Joiner:
             self._check_constant(path, rule, value, handle)
             tensor = value
             positions = (positions[0], *[None] * len(remote))
-        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
+        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares, team, layout))
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -182,7 +194,8 @@ class Joiner:
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
         positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
-        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
+        joint = Joint(tensor, rule, positions, local.data.requires_grad, self._shares, self.team, (0, steps))
+        later = self._add(joint)
         return _PackedLater(later.position, index, layout)
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
@@ -200,7 +213,7 @@ class Joiner:
                 made.append(leaf)
                 continue
             positions = tuple(position if number == replica else None for number in range(len(self.rows)))
-            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
+            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares, self.team)))
         return tree.rebuild(made)
 
 
@@ -228,18 +241,19 @@ class Join:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
+        return self.tree.rebuild([_fill(leaf, tensors) for leaf in self.leaves])
 
-        def fill(leaf: Any) -> Any:
-            if isinstance(leaf, _Later):
-                return tensors[leaf.position]
-            if isinstance(leaf, _PackedLater):
-                return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
-            if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
-                inner, tree = flatten(leaf, root="output")
-                return tree.rebuild([fill(item) if isinstance(item, _Later) else item for item in inner])
-            return leaf
 
-        return self.tree.rebuild([fill(leaf) for leaf in self.leaves])
+def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
+    # Not a closure: one that calls itself is a reference cycle, which would keep the tensors.
+    if isinstance(leaf, _Later):
+        return tensors[leaf.position]
+    if isinstance(leaf, _PackedLater):
+        return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
+    if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
+        inner, tree = flatten(leaf, root="output")
+        return tree.rebuild([_fill(item, tensors) if isinstance(item, _Later) else item for item in inner])
+    return leaf
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

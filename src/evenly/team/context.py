@@ -82,37 +82,37 @@ def shared_cores(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def random_state() -> bytes:
-    """Digests of the driver's generators: torch's, Python's and, where it is in use, NumPy's.
+RandomState: TypeAlias = "tuple[bytes, bytes, bytes]"
 
-    Every replica seeds itself from them at each call, so that a seed, or a restored state, reproduces a run. They are
-    kept apart: who seeds only torch gets the same dropout, whatever the other generators are at.
+
+def random_state() -> RandomState:
+    """Digests of the driver's generators: torch's, Python's, and NumPy's (empty where it is not in use).
+
+    Every replica seeds itself from them at each call, so that a seed, or a restored state, reproduces a run. Each
+    generator has a digest of its own: who seeds only torch's has a right to the same numbers from torch, whatever
+    the others, which nobody seeded, happen to be.
     """
     generator = torch.get_rng_state()
-    version, numbers, gauss = random.getstate()
-    digests = [
-        _digest(ctypes.string_at(generator.data_ptr(), generator.numel())),  # `bytes(storage)` takes 7 ms
-        _digest(repr((version, hash(numbers), gauss)).encode()),  # hashes of numbers are the same in all processes
-    ]
+    content = ctypes.string_at(generator.data_ptr(), generator.numel())  # `bytes(storage)` takes 7 ms
+    _, numbers, gauss = random.getstate()
+    python = repr((hash(numbers), gauss)).encode()  # numbers have the same hash in all processes, None has not
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        digests.append(_digest(pickle.dumps(numpy.random.get_state(legacy=False))))
-    return b"".join(digests)
+    # Whatever bit generator is in use: pickled, which is faster than to look at its parts.
+    others = b"" if numpy is None else _digest(pickle.dumps(numpy.random.get_state(legacy=False)))
+    return _digest(content), _digest(python), others
 
 
-def seed(state: bytes, replica: int) -> None:
+def seed(state: RandomState, replica: int) -> None:
     """Seed this process's generators from the driver's :func:`random_state` and the replica's number."""
     salt = replica.to_bytes(8, "little")
-    numbers = [
-        int.from_bytes(hashlib.blake2b(state[at : at + 8], digest_size=8, salt=salt).digest(), "little")
-        for at in range(0, len(state), 8)
-    ]
-    torch.default_generator.manual_seed(numbers[0])
-    random.seed(numbers[1])
+    torch_seed, python_seed, numpy_seed = [int.from_bytes(_digest(digest, salt), "little") for digest in state]
+    torch.default_generator.manual_seed(torch_seed)
+    random.seed(python_seed)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and len(numbers) > 2:  # noqa: PLR2004
-        numpy.random.seed(numbers[2] % 2**32)
+    if numpy is not None:
+        # Where only the replica has loaded NumPy, nobody can have seeded it.
+        numpy.random.seed((numpy_seed if state[2] else torch_seed) % 2**32)
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
+def _digest(content: bytes, salt: bytes = b"") -> bytes:
+    return hashlib.blake2b(content, digest_size=8, salt=salt).digest()

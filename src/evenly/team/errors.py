@@ -63,9 +63,6 @@ class ReplicaDied(ReplicaError):  # noqa: N818 - it says what happened
         return type(self), (*super().__reduce__()[1], self.pid, self.returncode)
 
 
-# --- crossing over ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Value:
     """A value that may not survive the journey: its parcel and, in any case, how it looked."""
@@ -154,7 +151,7 @@ def _value_of(get: Callable[[], object]) -> _Value:
     try:
         value = get()
         look = _safely(repr, value)[:_LONGEST_LOOK]
-        parcel = pack(value)
+        parcel = pack(value, homeward=True)
         if sum(tensor.nbytes for tensor in parcel.tensors) + len(parcel.payload) > _LARGEST_VALUE:
             return _Value(look, None)
         file = io.BytesIO()
@@ -187,9 +184,6 @@ def _safely(text_of: Callable[[Any], str], value: object) -> str:
         return text_of(value)
     except Exception:
         return f"<{type(value).__qualname__}>"
-
-
-# --- rebuilding ------------------------------------------------------------------------------------------
 
 
 def _rebuild(description: _Description) -> BaseException | None:
@@ -282,8 +276,6 @@ def _defines(cls: type, *names: str) -> bool:
 def _builtin_base(cls: type[BaseException]) -> Any:
     return next(base for base in cls.__mro__ if not _is_python_class(base))
 
-
-# --- death -----------------------------------------------------------------------------------------------
 
 _LIKELY_CAUSES = {
     "SIGKILL": "often the system's out-of-memory killer (see `dmesg`), or a limit of the container or job",

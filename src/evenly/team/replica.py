@@ -25,7 +25,7 @@ from torch import Tensor
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
-from evenly.team.context import Context, applied, seed
+from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
@@ -210,7 +210,7 @@ class Replica:
         base: int,
         rows: int,
         context: Context,
-        state: bytes,
+        state: RandomState,
         buffers: tuple[Any, ...],
         payload: bytes,
         arguments: tuple[Any, ...],
@@ -238,7 +238,7 @@ class Replica:
             metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
         if any(tensor.requires_grad for tensor in found):
             self.graphs[call] = (model, Graph(found, inputs))
-        parcel = pack(outlined, name="output")
+        parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
         self._reply(parcel.payload, tuple(metas), specs, tensors=data)
@@ -301,7 +301,7 @@ class Replica:
         with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
             outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
-        answer = pack(outputs)
+        answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)
 
