@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,6 +87,11 @@ class Call:
         """
         team = self.team
         call, base = team.reserve(1), team.reserve(_NUMBERS_PER_CALL)
+        with team.nothing_half_done(call, base, _NUMBERS_PER_CALL):
+            return self._run(joiner, call, base, graph=graph)
+
+    def _run(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], call: int, base: int, *, graph: bool) -> Join:
+        team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
         with record_function("evenly.forward: send shards"):
@@ -100,16 +105,8 @@ class Call:
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
+        remote = _unless_failed(own, found)
         self._remote = RemoteGraph(team, call)
-        failure = root_cause([own, *found])
-        if failure is not None:
-            team.release(team.generation, value=base)
-            for answer in found:
-                if not isinstance(answer, BaseException):
-                    for tensor in answer.tensors:
-                        team.release(team.generation, value=base + tensor.position)
-            raise failure
-        remote = [answer for answer in found if not isinstance(answer, BaseException)]
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote).join(output, remote, base)
         tensors = answers.tensors_of(output)
@@ -160,6 +157,7 @@ class Call:
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
+        model.buffers.confirm()
 
     def _resident(self, leaf: TensorLeaf) -> Handle | None:
         """The handle of an input whose rows are in the replicas already, as they are to be split."""
@@ -224,6 +222,14 @@ class Call:
         team.phase = "backward"
         base = team.reserve(_NUMBERS_PER_CALL)
         team.tell_released()
+        with team.nothing_half_done(0 if keep else remote.call, base, _NUMBERS_PER_CALL):
+            return self._run_backward(graph, remote, join, gradients, inputs, base, keep=keep)
+
+    def _run_backward(
+        self, graph: Graph, remote: RemoteGraph, join: Join, gradients: Sequence[Tensor | None],
+        inputs: Sequence[int], base: int, *, keep: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+        team = self.team
         with record_function("evenly.backward: send gradients"):
             own = self._send_gradients(join, gradients, base, keep=keep)
         if not keep:
@@ -241,10 +247,7 @@ class Call:
             failure = error
         with record_function("evenly.backward: wait for replicas"):
             replies = [self._reply(replica) for replica in range(1, self.replicas)]
-        failure = root_cause([failure, *replies])
-        if failure is not None:
-            raise failure
-        done = [reply for reply in replies if not isinstance(reply, BaseException)]
+        done = _unless_failed(failure, replies)
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -387,10 +390,20 @@ class RemoteGraph:
         self.team.release(self.generation, call=self.call)
 
 
-def root_cause(failures: Sequence[object]) -> BaseException | None:
-    """The failure to raise: the first, but rather not one that only says that another replica failed."""
-    found = [failure for failure in failures if isinstance(failure, BaseException)]
-    return next((failure for failure in found if not isinstance(failure, ExchangeError)), found[0] if found else None)
+_T = TypeVar("_T")
+
+
+def _unless_failed(own: BaseException | None, found: Sequence[_T | BaseException]) -> list[_T]:
+    """What the replicas answered.
+
+    Raises:
+        BaseException: What the driver's own shard or a replica failed with: the first, but rather not a failure that
+            only says that another replica failed.
+    """
+    failures = [failure for failure in (own, *found) if isinstance(failure, BaseException)]
+    if failures:
+        raise next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
+    return [answer for answer in found if not isinstance(answer, BaseException)]
 
 
 def _stand_in() -> Tensor:

@@ -85,8 +85,7 @@ class Replicated:
             (int(Command.SHIP), number, parcel.payload, specs, described, (parameters.size, parameters.size))
         )
         for replica, block in enumerate(gradients, 1):
-            team.send_descriptor(replica, parameters.descriptor)
-            team.send_descriptor(replica, block.descriptor)
+            team.send_descriptors(replica, number, (parameters.descriptor, block.descriptor))
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
         self.leaves = leaves

@@ -397,7 +397,8 @@ def _run(plan: rules.Plan, call: rules.Call) -> Any:
         key = (plan.function, key_of(args), key_of(tuple(kwargs.items())))
         number = values.define(team, key, template)
         remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
-        result = template.run(local)
+        with values.only_one_report(team, replicas):
+            result = template.run(local)
     if plan.in_place:
         return call.args[0]
     here = [result] if isinstance(result, Tensor) else list(result)

@@ -39,6 +39,7 @@ class Buffers:
         self.shapes = [buffer.shape for buffer in self.current()]
         self._sent: dict[torch.dtype, Tensor] = {}
         """What the driver sent last, on both sides, joined per dtype."""
+        self._sending: dict[torch.dtype, Tensor] = {}
 
     def current(self) -> list[Tensor]:
         """The buffers as they are now."""
@@ -57,23 +58,32 @@ class Buffers:
         )
 
     def outgoing(self) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send before a call: per dtype a description of the joined buffers, or None if unchanged; the data."""
+        """What to send before a call: per dtype a description of the joined buffers, or None if unchanged; the data.
+
+        Unless :meth:`confirm` follows, all is sent again with the next call: some replicas may not have got it.
+        """
         if not self._slots:
             return (), []
         buffers = self.current()
         specs: list[Any] = []
         data: list[Tensor] = []
+        known, self._sent, self._sending = self._sent, {}, {}
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
-            sent = self._sent.get(dtype)
+            sent = known.get(dtype)
             if sent is not None and _same_bytes(sent, joined):
+                self._sending[dtype] = sent
                 specs.append(None)
                 continue
-            self._sent[dtype] = joined
+            self._sending[dtype] = joined
             spec, flat = wire_form(joined)
             specs.append(spec)
             data.append(flat)
         return tuple(specs), data
+
+    def confirm(self) -> None:
+        """All replicas have been sent what :meth:`outgoing` said."""
+        self._sent = self._sending
 
     def receive(self, channel: Channel, specs: tuple[Any, ...]) -> None:
         """In a replica: take over what the driver sent, and undo what an earlier forward here did to the rest.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from evenly.team.shipping import pack, unpack
-from evenly.team.tracebacks import Link, chain_of, render_chain
+from evenly.team.tracebacks import Link, Place, chain_of, render_chain
 
 __all__ = ["ReplicaDied", "ReplicaError", "death_message", "describe", "restore"]
 
@@ -106,7 +106,7 @@ def describe(exc: BaseException) -> bytes:
     return pickle.dumps(description)
 
 
-def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseException:
+def restore(data: bytes, *, replica: int, device: str, phase: str, called_at: Place | None = None) -> BaseException:
     """Rebuilds in the driver the exception that :func:`describe` described in a replica.
 
     Args:
@@ -114,6 +114,7 @@ def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseExcept
         replica: Where it was raised; the driver is 0.
         device: That replica's device.
         phase: What it was doing, e.g. ``"forward"``.
+        called_at: The line of the user's program that asked for it, if its traceback does not show one.
 
     Returns:
         An exception to raise. It is of its own type where that can be found (first by name in this process,
@@ -122,6 +123,8 @@ def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseExcept
         the type.
     """
     description: _Description = pickle.loads(data)
+    if called_at is not None:
+        description.chain[-1].frames.insert(0, called_at)
     story = render_chain(description.chain)
     where = f"replica {replica} ({device}) failed in {phase}"
     exc = _rebuild(description)
@@ -306,6 +309,8 @@ def death_message(
         message = f"{who} was killed by {name} while running {phase}"
         if name in _LIKELY_CAUSES:
             message += f": {_LIKELY_CAUSES[name]}"
+    elif phase == "starting":
+        message = f"{who} failed to start: it exited with code {returncode}"
     else:
         message = f"{who} exited with code {returncode} while running {phase}: something called os._exit()"
     message += ". The next call starts a new replica."

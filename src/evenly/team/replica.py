@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, 
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import in_backward, in_shard, probed
+from evenly.whole_batch import Shard, in_backward, in_shard, probed
 
 
 @dataclass
@@ -63,12 +62,16 @@ class Replica:
         self.channel = channel
         self.index = index
         self.models: dict[int, Model] = {}
-        self.values: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = _Values()
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.templates: dict[int, Template] = {}
         self.context: Context | None = None
         self.exchange: Exchange | None = None
-        self.failure: bytes | None = None
+        self.failure: tuple[bytes, str, int] | None = None
+        """What nobody has been told of yet: an exception; the operation that raised it, and its number."""
+        self._last_run_failed = False
+        self._in_users_code = False
+        self._synced = 0
         self.rows = 0
         self.seconds = 0.0
         self._handlers: dict[int, Callable[..., Any]] = {
@@ -87,9 +90,13 @@ class Replica:
             Command.RENAME: self.rename,
             Command.REPORT: self.report,
             Command.EXCHANGE: self.take_exchange,
+            Command.SYNC: self.sync,
+            Command.ABANDON: self.abandon,
+            Command.PARDON: self.pardon,
         }
         self._answers = {
             Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
+            Command.SYNC,
         }  # fmt: skip
 
     def loop(self) -> None:
@@ -99,34 +106,51 @@ class Replica:
             if command == Command.STOP:
                 return
             answers = command in self._answers
-            if self.failure is not None and answers:
-                if command == Command.SHIP:
-                    # They came with this command: left over, they would be taken for those of the next module.
-                    for _ in range(2):
-                        os.close(self.channel.claim_descriptor())
-                self._fail(self.failure)
+            if self.failure is not None and answers and command != Command.SYNC:
+                self._fail(*self.failure)
                 self.failure = None
-            elif self.failure is None or command != Command.RUN:
-                try:
-                    self._handlers[command](*arguments)
-                except ChannelClosedError:
-                    raise
-                except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
-                    failure = errors.describe(error)
-                    # The traceback holds the frames, and they hold the tensors of the failed step.
-                    del error
-                    if answers:
-                        self._fail(failure)
-                    else:
-                        self.failure = failure
-            self.channel.skip()
+                continue
+            try:
+                self._handlers[command](*arguments)
+            except ChannelClosedError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
+                failure = errors.describe(error)
+                # The traceback holds the frames, and they hold the tensors of the failed step.
+                del error
+                if answers:
+                    self._fail(failure)
+                elif self.failure is None:
+                    self.failure = (failure, "", 0)
 
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
         self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
 
-    def _fail(self, failure: bytes) -> None:
-        self.channel.skip()
-        self.channel.send(encode((int(Status.FAILED), failure)))
+    def _fail(self, failure: bytes, operation: str = "", number: int = 0) -> None:
+        self.channel.send(encode((int(Status.FAILED), failure, operation, number)))
+
+    # ------------------------------------------------------------------ interruptions
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Around the user's code: only that may be cut off at any line, this process's own bookkeeping may not."""
+        self._in_users_code = True
+        try:
+            self.give_up_if_unwanted()
+            yield
+        finally:
+            self._in_users_code = False
+
+    def give_up_if_unwanted(self, *_: object) -> None:
+        """Cut off the user's code if the driver has been interrupted meanwhile. A signal's handler, too."""
+        if self._in_users_code and self.channel.interruption() > self._synced:
+            raise KeyboardInterrupt
+
+    def sync(self, token: int) -> None:
+        """After an interruption: from here on answers are awaited again."""
+        self._synced = token
+        self.failure = None
+        self._reply(token)
 
     # ------------------------------------------------------------------ models
 
@@ -139,8 +163,8 @@ class Replica:
         sizes: tuple[int, int],
     ) -> None:
         """Take over a module. Two descriptors come with it: memory of the parameters, and for this replica's gradients."""
-        descriptors = self.channel.claim_descriptor(), self.channel.claim_descriptor()
-        parameters, gradients = Block(descriptors[0], sizes[0]), Block(descriptors[1], sizes[1])
+        descriptors = self.channel.claim_descriptors(number)
+        parameters, gradients = (Block(*pair) for pair in zip(descriptors, sizes, strict=True))
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
         places = [_place(leaf) for leaf in leaves]
         targets = [_leaf(parameters, place, leaf) for place, leaf in zip(places, leaves, strict=True)]
@@ -176,13 +200,14 @@ class Replica:
                     modules[position].__dict__[name] = value
         self._reply()
 
-    def forget(self, number: int) -> None:
-        """Drop a model that the driver has no more use for."""
-        self.models.pop(number, None)
+    def forget(self, numbers: tuple[int, ...]) -> None:
+        """Drop models that the driver has no more use for."""
+        for number in numbers:
+            self.models.pop(number, None)
 
-    def take_exchange(self, replicas: int) -> None:
+    def take_exchange(self, token: int, replicas: int) -> None:
         """Take over the memory in which replicas add up numbers among themselves; its descriptor came before."""
-        descriptor = self.channel.claim_descriptor()
+        (descriptor,) = self.channel.claim_descriptors(token)
         self.exchange = Exchange(descriptor, replicas, self.index)
         os.close(descriptor)
 
@@ -217,7 +242,7 @@ class Replica:
                 inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         seed(state, self.index)
-        with applied(context, self.context):
+        with applied(context, self.context), self._interruptible():
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
             with in_shard(self._peers(), call, shard):
@@ -255,7 +280,7 @@ class Replica:
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with in_backward(self._peers(), base, taking_part):
+        with self._interruptible(), in_backward(self._peers(), base, taking_part):
             found, inputs = backward(graph, incoming, model.leaves, keep=keep)
         dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
         if dense:
@@ -297,7 +322,7 @@ class Replica:
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
         if not training:
             copy.eval()
-        with applied(context, self.context), torch.no_grad():
+        with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
             outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
@@ -320,9 +345,20 @@ class Replica:
         self.templates[number] = Template.loads(template)
 
     def run(self, number: int, inputs: tuple[int, ...], base: int) -> None:
-        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative)."""
-        values = self.values
-        result = self.templates[number].run([values[handle] for handle in inputs])
+        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative).
+
+        Nothing is run while a failure waits to be told of: all that it has led to would only fail in turn.
+        """
+        self._last_run_failed = False
+        if self.failure is not None:
+            return
+        values, template = self.values, self.templates[number]
+        try:
+            result = template.run([values[handle] for handle in inputs])
+        except BaseException as error:  # noqa: BLE001 - as in the loop
+            self._last_run_failed = True
+            self.failure = (errors.describe(error), f"{template.function.name()} on a sharded tensor", abs(base))
+            return
         if base < 0:
             return
         if isinstance(result, Tensor):
@@ -330,6 +366,16 @@ class Replica:
         else:
             for offset, tensor in enumerate(result):
                 values[base + offset] = tensor
+
+    def pardon(self) -> None:
+        """Forget a failure of the operation just before."""
+        if self._last_run_failed:
+            self.failure = None
+
+    def abandon(self, base: int, count: int) -> None:
+        """Forget whatever values there are with the ``count`` numbers from ``base`` on."""
+        for handle in [handle for handle in self.values if base <= handle < base + count]:
+            del self.values[handle]
 
     def fetch(self, handles: tuple[int, ...]) -> None:
         """Answer with values."""
@@ -343,6 +389,17 @@ class Replica:
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
         self._reply(self.rows, self.seconds, process_memory())
+
+
+class _Values(dict[int, Tensor]):
+    """Values by their numbers."""
+
+    def __missing__(self, handle: int) -> Tensor:
+        message = (
+            "rows of this tensor were never computed, because an operation on it or before it has failed "
+            f"in this replica (value {handle})"
+        )
+        raise RuntimeError(message)
 
 
 _index = 0
@@ -380,39 +437,25 @@ def _private_leaf(block: Block, place: Placement, leaf: Tensor) -> Tensor:
     return _leaf(block, place, kind)
 
 
-def _die_with_parent(parent: int) -> None:
-    """End this process when the driver is gone, whatever this process is doing at the time."""
-    try:
-        descriptor = os.pidfd_open(parent)
-    except OSError:
-        descriptor = -1
-
-    def wait() -> None:
-        while os.getppid() == parent:
-            if descriptor < 0:
-                time.sleep(0.5)
-                continue
-            with contextlib.suppress(InterruptedError):
-                select.select([descriptor], [], [])
-                break
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="evenly-watch-driver", daemon=True).start()
-
-
-def main(sock: int, memory: int, last_words: int, index: int, count: int, parent: int) -> None:
-    """Be replica ``index`` of ``count`` until the driver says stop or is gone."""
+def main(sock: int, memory: int, last_words: int, index: int, count: int) -> None:
+    """Be replica ``index`` of ``count`` until the driver closes its end of the line."""
     global _index  # noqa: PLW0603 - once per process
     _index = index
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which knows what to do
     faulthandler.enable(last_words)
-    _die_with_parent(parent)
     channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
     os.close(memory)
+    replica = Replica(channel, index)
+    # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
+    signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
+    # What the user's code prints shall appear at once, and whatever happens to this process.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
-        Replica(channel, index).loop()
-    sys.stdout.flush()
+        replica.loop()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.
     os._exit(0)
