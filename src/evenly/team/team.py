@@ -203,6 +203,7 @@ class Team:
 
     def stop(self) -> None:
         """End all processes. A later call starts new ones."""
+        self.exchange = None
         self._ready = False
         _stop(self._processes, self._owner)
 
