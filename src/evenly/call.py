@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from evenly.team.answer import Answer
     from evenly.team.team import Team
 
+_SPARSE = 2
 _NUMBERS_PER_CALL = 1 << 16
 """Values that one call may make, counted by position; numbers cost nothing."""
 
@@ -94,6 +95,8 @@ class Call:
         team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
+        with record_function("evenly.forward: publish parameters"):
+            self.model.publish(training=graph)
         with record_function("evenly.forward: send shards"):
             self._send(call, base, wanted, graph)
         own: BaseException | None = None
@@ -297,7 +300,7 @@ class Call:
         return _Reply(replica, present, inputs, unpack(payload, tensors) if payload else [])
 
     def _sum(self, own: list[Tensor | None], replies: list[_Reply], incoming: list[Tensor]) -> list[Tensor | None]:
-        """Gradients of all leaves: the driver's, plus those that the replicas left in shared memory, in their order."""
+        """Gradients of all leaves: the driver's, plus those of the replicas, in their order."""
         total = list(own)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in incoming}
         for position, gradient in enumerate(total):
@@ -308,25 +311,14 @@ class Call:
                 and (gradient.untyped_storage().data_ptr() in foreign)
             ):
                 total[position] = gradient.clone()
+        assert self.model.collectives is not None  # noqa: S101 - it had a forward
+        total = self.model.collectives.total(total, {reply.replica: reply.present for reply in replies})
         for reply in replies:
-            shared = self.model.gradients[reply.replica - 1]
             sparse = iter(reply.sparse)
-            sums: list[Tensor] = []
-            addends: list[Tensor] = []
             for position, present in enumerate(reply.present):
-                if present == 0:
-                    continue
-                addend = shared[position] if present == 1 else next(sparse)
-                before = total[position]
-                if before is None:
-                    total[position] = addend.clone()
-                elif before.layout is torch.strided and present == 1:
-                    sums.append(before)
-                    addends.append(addend)
-                else:
-                    total[position] = before + addend
-            if sums:
-                torch._foreach_add_(sums, addends)  # pyright: ignore[reportPrivateUsage]
+                if present == _SPARSE:
+                    before, addend = total[position], next(sparse)
+                    total[position] = addend if before is None else before + addend
         return total
 
     def _input_gradient(self, position: int, own: Tensor | None, replies: list[_Reply], base: int) -> Tensor | None:

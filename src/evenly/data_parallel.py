@@ -16,6 +16,7 @@ from evenly.call import Call, Work
 from evenly.devices import Device, resolve_devices
 from evenly.probing import Outputs
 from evenly.replicated import Replicated
+from evenly.team.collectives import Kind
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
 from evenly.whole_batch import inside_shard
@@ -64,6 +65,9 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             structure of these. Found out by default.
         sync_batchnorm: Whether batch normalisation in training uses the statistics of the whole batch, as the bare
             module does. By default each replica uses those of its rows, and running statistics follow replica 0.
+        collectives: How parameters get to the replicas and gradients back: "memory" (shared memory, for the CPU) or
+            "gloo" (a private process group; replicas have their own copy of the parameters). By default what suits
+            the devices.
 
     Attributes:
         module: The wrapped module.
@@ -90,6 +94,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         out_dims: Any = ...,
         scalar_outputs: Any = None,
         sync_batchnorm: bool = False,
+        collectives: Kind | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if isinstance(module, DataParallel):
@@ -113,6 +118,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
         self.sync_batchnorm = sync_batchnorm
+        self.collectives: Kind | None = collectives
         self._start()
 
     def _start(self) -> None:
@@ -121,7 +127,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         if len(self.device_ids) > 1 and not inside_replica():
             self._team = team = team_for(self.device_ids)
             self._work = Work()
-            self._replicated = Replicated(self.module, team, sync_batchnorm=self.sync_batchnorm)
+            self._replicated = Replicated(self.module, team, kind=self.collectives, sync_batchnorm=self.sync_batchnorm)
             self._outputs = Outputs(self._replicated, self.out_dims, self.scalar_outputs)
             with team.lock:
                 team.start()

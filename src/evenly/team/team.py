@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
 from evenly.team.exchange import Exchange, exchange_bytes
+from evenly.team.group import Group
 from evenly.team.memory import Block
 from evenly.team.process import Process
 from evenly.team.protocol import Command, Status, decode, encode
@@ -66,6 +67,7 @@ class Team:
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
         self._unneeded: deque[tuple[Command, int, int]] = deque()
+        self._group: Group | None = None
         self.exchange: Exchange | None = None
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
@@ -102,7 +104,7 @@ class Team:
             self.stop()
             raise
         # The team would never be collected if its own processes kept it alive.
-        method = weakref.WeakMethod(self._check_alive)
+        method = weakref.WeakMethod(self.check_alive)
 
         def watch() -> None:
             check_alive = method()
@@ -128,7 +130,7 @@ class Team:
         """Have all processes running and in a known state; replace them where that cannot be had otherwise."""
         self.check_owner()
         self.phase = "starting" if self._processes and not self._ready else "idle"
-        self._check_alive()
+        self.check_alive()
         if self._processes and (any(self._pending.values()) or self._broken()):
             self._recover()
         self.start()
@@ -156,12 +158,28 @@ class Team:
     def _share_exchange(self) -> None:
         """Give all replicas the memory in which they add up numbers among themselves."""
         block = Block.allocate(exchange_bytes(self.size))
-        self.exchange = Exchange(block.descriptor, self.size, 0, self._check_alive)
+        self.exchange = Exchange(block.descriptor, self.size, 0, self.check_alive)
         token = self.reserve(1)
         for process in self._processes:
             self.send_descriptors(process.index, token, (block.descriptor,))
         self.broadcast(self.size, int(Command.EXCHANGE), token, self.size)
         block.close()
+
+    def group(self) -> Group:
+        """The team's process group, made when it is first needed."""
+        if self._group is None:
+            descriptor = os.memfd_create("evenly-group", os.MFD_CLOEXEC)
+            token = self.reserve(1)
+            for process in self._processes:
+                self.send_descriptors(process.index, token, (descriptor,))
+            self.broadcast(self.size, int(Command.GROUP), token)
+            self._group = Group(descriptor, 0, self.size)
+        return self._group
+
+    def spoil(self) -> None:
+        """Have the replicas replaced before they are used again: they are in the middle of something."""
+        for process in self._processes:
+            process.channel.broken = True
 
     def _broken(self) -> bool:
         return any(process.channel.broken for process in self._processes)
@@ -203,7 +221,7 @@ class Team:
 
     def stop(self) -> None:
         """End all processes. A later call starts new ones."""
-        self.exchange = None
+        self.exchange = self._group = None
         self._ready = False
         _stop(self._processes, self._owner)
 
@@ -218,7 +236,7 @@ class Team:
         """Process ids of the replicas 1..n-1 that have been started."""
         return [process.pid for process in self._processes]
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         for process in self._processes:
             code = process.death()
             if code is not None:
