@@ -29,7 +29,7 @@ from evenly.team.buffers import Buffers
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
-from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
@@ -196,10 +196,13 @@ class Replica:
         model.buffers.receive(self.channel, buffers)
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor] = []
-        for inline, what, position in arguments:
+        watched: list[tuple[int, Tensor, int]] = []
+        for inline, what, wanted, position in arguments:
             tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
-            if position >= 0:
-                inputs[position] = tensor.requires_grad_()
+            if wanted >= 0:
+                inputs[wanted] = tensor.requires_grad_()
+            elif inline and position >= 0:
+                watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(state, self.index)
         with applied(context, self.context):
@@ -216,7 +219,16 @@ class Replica:
         parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
-        self._reply(parcel.payload, tuple(metas), specs, tensors=data)
+        # Rows of an argument that forward changed in place go back to the user's tensor.
+        changed = [(position, tensor) for position, tensor, version in watched if tensor._version != version]
+        forms = [(position, *wire_form(tensor.detach())) for position, tensor in changed]
+        self._reply(
+            parcel.payload,
+            tuple(metas),
+            specs,
+            tuple((position, spec) for position, spec, _ in forms),
+            tensors=[*data, *(form for _, _, form in forms)],
+        )
         self.seconds += time.perf_counter() - started
 
     def drop(self, calls: tuple[int, ...]) -> None:
