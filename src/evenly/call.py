@@ -21,7 +21,7 @@ from evenly.team.values import Handle, fetch_from
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
-    from evenly.joining import Join, Joiner
+    from evenly.joining import Join
     from evenly.replicated import Replicated
     from evenly.team.answer import Answer
     from evenly.team.team import Team
@@ -66,11 +66,11 @@ class Call:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:
+    def forward(self, joiner: Callable[[Any, Sequence[Answer], int], Join], graph: bool) -> Join:
         """Run all shards and join what they return.
 
         Args:
-            joiner: Given the driver's output and the others' answers, who joins them.
+            joiner: Joins the driver's output and the others' answers, whose tensors are values from a number on.
             graph: Whether to keep graphs for a backward.
         """
         team = self.team
@@ -99,7 +99,7 @@ class Call:
             raise failure
         remote = [answer for answer in found if not isinstance(answer, BaseException)]
         with record_function("evenly.forward: join"):
-            self._join = joiner(output, remote).join(output, remote, base)
+            self._join = joiner(output, remote, base)
         tensors = answers.tensors_of(output)
         self._graph = Graph(tensors, inputs) if graph else None
         self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]

@@ -29,7 +29,8 @@ class Replicated:
         trainable: Positions of those that require grad now.
         gradients: Per replica 1..n-1, per leaf, where that replica lays its gradient.
         buffers: Its buffers, which are sent when they changed.
-        version: Counts the times it was shipped; whatever was learnt about an earlier version is void.
+        version: Counts the times it was shipped, or changed in more than numbers; whatever was learnt about an
+            earlier version is void.
     """
 
     def __init__(self, module: nn.Module, team: Team) -> None:
@@ -129,6 +130,10 @@ class Replicated:
         for replica in range(1, team.size):
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
+        if any(
+            not isinstance(value, (int, float, Tensor)) or isinstance(value, bool) for _, _, value in changes.attributes
+        ):
+            self.version += 1  # an option, perhaps
         watch.rebase()
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
 

@@ -268,10 +268,13 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        dtype: int,
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:
         """Run a throw-away copy on the given inputs; answers with its outputs.
+
+        With a ``dtype`` that is not negative it runs in that one instead of its own.
 
         The copy's parameters are private views of the same memory (copied page by page when written), so the probe
         needs no second copy of the model and cannot change it.
@@ -284,6 +287,9 @@ class Replica:
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
         if not training:
             copy.eval()
+        if dtype >= 0:
+            copy.to(protocol.DTYPES[dtype])
+            tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
         with applied(context, self.context), torch.no_grad():
             self.context = context
             outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
