@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from evenly.call import Call
-    from evenly.joining import Join, Joiner
+    from evenly.joining import Join
     from evenly.team.answer import Answer
 
 
-def run(call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner]) -> Any:
+def run(call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join]) -> Any:
     """Run a call and return its joined output, in the driver's autograd graph where gradients are wanted."""
     inputs = [position for position, leaf in enumerate(call.leaves) if leaf.value.requires_grad]
     if not torch.is_grad_enabled() or not (call.parameters or inputs):
@@ -40,7 +40,9 @@ class _State:
 
     __slots__ = ("call", "inputs", "join", "joiner")
 
-    def __init__(self, call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner] | None, inputs: list[int]) -> None:
+    def __init__(
+        self, call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join] | None, inputs: list[int]
+    ) -> None:
         self.call = call
         self.joiner = joiner
         self.inputs = inputs

@@ -23,7 +23,7 @@ from evenly.whole_batch import Shard, in_backward, in_shard
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
-    from evenly.joining import Join, Joiner
+    from evenly.joining import Join
     from evenly.replicated import Replicated
     from evenly.team.answer import Answer
     from evenly.team.team import Team
@@ -79,11 +79,11 @@ class Call:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:
+    def forward(self, joiner: Callable[[Any, Sequence[Answer], int], Join], graph: bool) -> Join:
         """Run all shards and join what they return.
 
         Args:
-            joiner: Given the driver's output and the others' answers, who joins them.
+            joiner: Joins the driver's output and the others' answers, whose tensors are values from a number on.
             graph: Whether to keep graphs for a backward.
         """
         team = self.team
@@ -91,7 +91,9 @@ class Call:
         with team.nothing_half_done(call, base, _NUMBERS_PER_CALL):
             return self._run(joiner, call, base, graph=graph)
 
-    def _run(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], call: int, base: int, *, graph: bool) -> Join:
+    def _run(
+        self, joiner: Callable[[Any, Sequence[Answer], int], Join], call: int, base: int, *, graph: bool
+    ) -> Join:
         team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
@@ -111,7 +113,7 @@ class Call:
         remote = _unless_failed(own, found)
         self._remote = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
-            self._join = joiner(output, remote).join(output, remote, base)
+            self._join = joiner(output, remote, base)
         tensors = answers.tensors_of(output)
         self._graph = Graph(tensors, inputs) if graph else None
         self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
@@ -126,14 +128,14 @@ class Call:
         buffer_specs, buffer_data = model.buffers.outgoing()
         for replica in range(1, self.replicas):
             stand_ins: list[Tensor | None] = []
-            what: dict[int, tuple[bool, Any, int]] = {}
+            what: dict[int, tuple[bool, Any, int, int]] = {}
             data: dict[int, Tensor] = {}
             for position, leaf in enumerate(self.leaves):
                 handle = self._resident(leaf)
                 where = position if wanted[position] else -1
                 if handle is not None:
                     stand_in = _stand_in()
-                    what[id(stand_in)] = (False, handle.check(), where)
+                    what[id(stand_in)] = (False, handle.check(), where, position)
                 else:
                     tensor = plan.cut(leaf, replica)
                     if tensor is None or not can_travel(tensor):
@@ -141,10 +143,10 @@ class Call:
                         continue
                     stand_in = _stand_in()
                     spec, data[id(stand_in)] = wire_form(plain(tensor).detach())
-                    what[id(stand_in)] = (True, spec, where)
+                    what[id(stand_in)] = (True, spec, where, position)
                 stand_ins.append(stand_in)
             parcel = pack(plan.build(replica, stand_ins), name="(args, kwargs)")
-            described: list[tuple[bool, Any, int]] = []
+            described: list[tuple[bool, Any, int, int]] = []
             tensors = list(buffer_data)
             for tensor in parcel.tensors:
                 if id(tensor) in what:
@@ -153,7 +155,7 @@ class Call:
                         tensors.append(data[id(tensor)])
                 else:  # a part of something that travels in another way
                     spec, flat = wire_form(tensor)
-                    described.append((True, spec, -1))
+                    described.append((True, spec, -1, -1))
                     tensors.append(flat)
             header = (
                 int(Command.CALL), model.number, call, base, plan.rows[replica], self._shard(replica), context, state,
@@ -194,9 +196,33 @@ class Call:
         found = self.team.answer(replica)
         if isinstance(found, BaseException):
             return found
-        outline, metas, specs = found
-        tensors = [receive_tensor(self.team.channel(replica), spec) for spec in specs]
-        return answers.read(unpack(outline, tensors), metas)
+        outline, metas, specs, changed = found
+        channel = self.team.channel(replica)
+        tensors = [receive_tensor(channel, spec) for spec in specs]
+        changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]
+        try:
+            answer = answers.read(unpack(outline, tensors), metas)
+            for position, tensor in changes:
+                self._follow_change(replica, self.leaves[position], tensor)
+        except Exception as error:  # noqa: BLE001 - raised by the caller, when all replicas have answered
+            return error
+        return answer
+
+    def _follow_change(self, replica: int, leaf: TensorLeaf, value: Tensor) -> None:
+        """Forward changed an argument in place: what it did to its rows elsewhere happens to the user's tensor."""
+        target = self.plan.cut(leaf, replica)
+        if leaf.dim is None and leaf.item is None:
+            if target is None or not torch.equal(plain(target), value):
+                message = (
+                    f"{leaf.path} is given whole to each replica and was changed in place by forward, differently on "
+                    f"replica {replica} than on replica 0: return what is to be known outside"
+                )
+                raise ValueError(message)
+        elif isinstance(leaf.value, ShardedTensor) or target is None or not _is_view_of(target, leaf.value):
+            message = f"{leaf.path} was changed in place by forward, which cannot be followed: pass a copy of it"
+            raise ValueError(message)
+        else:
+            target.detach().copy_(value)
 
     # ------------------------------------------------------------------ backward
 
@@ -396,6 +422,10 @@ def _unless_failed(own: BaseException | None, found: Sequence[_T | BaseException
     if failures:
         raise next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
     return [answer for answer in found if not isinstance(answer, BaseException)]
+
+
+def _is_view_of(part: Tensor, whole: Tensor) -> bool:
+    return part.layout is torch.strided and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _stand_in() -> Tensor:

@@ -158,7 +158,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             self._replicated.sync()
             call = Call(self._replicated, plan, self._work)
             try:
-                return bridge.run(call, lambda output, answers: self._outputs.joiner(plan, output, answers))
+                return bridge.run(call, lambda *outputs: self._outputs.join(plan, *outputs))
             finally:
                 self._replicated.settle()
 

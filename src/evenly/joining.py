@@ -24,7 +24,7 @@ from evenly.outputs import (
     check_and_join_values,
     check_tensor_metas,
 )  # fmt: skip
-from evenly.packed import join_samples, layout_of
+from evenly.packed import Layout, join_samples, layout_of
 from evenly.sharded import Parts, ShardedTensor
 from evenly.structure import Tree, flatten
 from evenly.team import values
@@ -75,7 +75,7 @@ class Joint:
             return list(gradient.unbind(0))
         if dealt is not None:
             return list(gradient.split(dealt[2], dealt[1]))
-        if isinstance(self.rule, Mean):
+        if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
             return [gradient] * len(self.shares)
@@ -90,14 +90,26 @@ class Joiner:
         rows: Rows of each replica.
         tree: The structure of an output, where a list that follows the rows is one leaf.
         found: The rule of each of its leaves.
+        parameters: Tensors that are the user's own, and stay so when they are returned.
+        packed: The layout of a packed input, whose order of samples packed outputs keep.
     """
 
-    def __init__(self, team: Team, rows: tuple[int, ...], tree: Tree, found: Sequence[OutputRule]) -> None:
+    def __init__(
+        self,
+        team: Team,
+        rows: tuple[int, ...],
+        tree: Tree,
+        found: Sequence[OutputRule],
+        parameters: Sequence[Tensor] = (),
+        packed: Layout | None = None,
+    ) -> None:
         self.team = team
         self.rows = rows
         self.tree = tree
         self.rules = found
         self.joints: list[Joint] = []
+        self._own = {id(parameter) for parameter in parameters}
+        self._packed_input = packed
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
@@ -128,12 +140,15 @@ class Joiner:
 
     def _tensor(
         self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
-    ) -> int | _Later:
+    ) -> Tensor | _Later:
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
         value, team = local.detach(), self.team
+        if id(local) in self._own:
+            self._check_constant(path, rule, value, handle)
+            return local
         if isinstance(rule, Rows):
             rows = tuple(count * rule.factor for count in self.rows)
             tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
@@ -148,7 +163,9 @@ class Joiner:
         else:
             self._check_constant(path, rule, value, handle)
             tensor = value
-            positions = (positions[0], *[None] * len(remote))
+            # What may be a mean as well (it was the same for all rows so far) must have the gradient of one.
+            if not isinstance(rule, Unknown):
+                positions = (positions[0], *[None] * len(remote))
         return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
 
     def _add(self, joint: Joint) -> _Later:
@@ -169,7 +186,7 @@ class Joiner:
         remote = values.fetch(self.team, [handle], len(self.rows))
         unknown = isinstance(rule, Unknown)
         for replica, (found,) in enumerate(remote, 1):
-            if not _equal(local, found) or (unknown and bool(local.ne(0).any())):
+            if not agree(local, found) or (unknown and bool((local.ne(0) & local.isfinite()).any())):
                 reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
                 message = (
                     f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
@@ -185,7 +202,7 @@ class Joiner:
         sizes = [(local.data.shape, local.data.dtype), *((p.data.shape, p.data.dtype) for p in remote)]
         check_tensor_metas(path, PackedRows(), sizes, self.rows)
         layouts = [layout_of(local), *(part.layout for part in remote)]
-        index, layout = join_samples(layouts)
+        index, layout = join_samples(layouts, self._packed_input)
         handle = self._handle(base, [part.data.position for part in remote])
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
@@ -258,7 +275,8 @@ def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
     return leaf
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two replicas' values are the same, but for rounding."""
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)

@@ -31,7 +31,8 @@ class Replicated:
         collectives: How parameters get to the replicas and gradients back.
         buffers: Its buffers, which are sent when they changed.
         sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
-        version: Counts the times it was shipped; whatever was learnt about an earlier version is void.
+        version: Counts the times it was shipped, or changed in more than numbers; whatever was learnt about an
+            earlier version is void.
     """
 
     def __init__(
@@ -137,6 +138,10 @@ class Replicated:
         for replica in range(1, team.size):
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
+        if any(
+            not isinstance(value, (int, float, Tensor)) or isinstance(value, bool) for _, _, value in changes.attributes
+        ):
+            self.version += 1  # an option, perhaps
         watch.rebase()
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
 

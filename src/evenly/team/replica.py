@@ -22,17 +22,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from evenly.team import errors
+from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
-from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.collectives import Kind
+from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward
 from evenly.team.group import Group
 from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
 from evenly.team.memory import Block
-from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
@@ -265,10 +265,13 @@ class Replica:
         model.buffers.receive(self.channel, buffers)
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor] = []
-        for inline, what, position in arguments:
+        watched: list[tuple[int, Tensor, int]] = []
+        for inline, what, wanted, position in arguments:
             tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
-            if position >= 0:
-                inputs[position] = tensor.requires_grad_()
+            if wanted >= 0:
+                inputs[wanted] = tensor.requires_grad_()
+            elif inline and position >= 0:
+                watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(state, self.index)
         with applied(context, self.context), self._interruptible():
@@ -286,7 +289,16 @@ class Replica:
         parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
-        self._reply(parcel.payload, tuple(metas), specs, tensors=data)
+        # Rows of an argument that forward changed in place go back to the user's tensor.
+        changed = [(position, tensor) for position, tensor, version in watched if tensor._version != version]
+        forms = [(position, *wire_form(tensor.detach())) for position, tensor in changed]
+        self._reply(
+            parcel.payload,
+            tuple(metas),
+            specs,
+            tuple((position, spec) for position, spec, _ in forms),
+            tensors=[*data, *(form for _, _, form in forms)],
+        )
         self.seconds += time.perf_counter() - started
 
     def drop(self, calls: tuple[int, ...]) -> None:
@@ -331,12 +343,15 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        dtype: int,
         sync_batchnorm: bool,
         rows: tuple[int, int],
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:
         """Run a throw-away copy on the given inputs; answers with its outputs.
+
+        With a ``dtype`` that is not negative it runs in that one instead of its own.
 
         The copy's parameters are private views of the same memory (copied page by page when written), so the probe
         needs no second copy of the model and cannot change it.
@@ -348,6 +363,9 @@ class Replica:
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
         if not training:
             copy.eval()
+        if dtype >= 0:
+            copy.to(protocol.DTYPES[dtype])
+            tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
         with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
             outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
