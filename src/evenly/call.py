@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch.autograd.profiler import record_function
 from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
+from evenly.team.exchange import Exchange, ExchangeError
 from evenly.team.execution import Graph, backward
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
 from evenly.team.values import Handle, fetch_from
+from evenly.whole_batch import Shard, in_backward, in_shard
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from evenly.team.answer import Answer
     from evenly.team.team import Team
 
-_NUMBERS_PER_CALL = 1 << 20
+_NUMBERS_PER_CALL = 1 << 16
 """Values that one call may make, counted by position; numbers cost nothing."""
 
 
@@ -64,6 +66,16 @@ class Call:
         """Whether the user wants a gradient of this input."""
         return torch.is_grad_enabled() and leaf.value.requires_grad
 
+    def _shard(self, replica: int) -> Shard:
+        """A replica's place in the batch."""
+        rows = self.plan.rows
+        return len(rows), rows[replica] / sum(rows), self.model.sync_batchnorm
+
+    def _peers(self) -> Exchange:
+        """Where the driver adds up numbers with the other replicas in the middle of a forward or backward."""
+        assert self.team.exchange is not None  # noqa: S101 - made when the replicas were started
+        return self.team.exchange
+
     # ------------------------------------------------------------------ forward
 
     def forward(self, joiner: Callable[[Any, Sequence[Answer]], Joiner], graph: bool) -> Join:
@@ -88,21 +100,22 @@ class Call:
         output: Any = None
         try:
             with record_function("evenly.forward: own shard"):
-                output, inputs = self._run_own(wanted, graph)
+                output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
-        if own is not None:
-            raise own
-        remote = [_unless_failed(answer) for answer in found]
+        failure = root_cause([own, *found])
+        if failure is not None:
+            raise failure
+        remote = [answer for answer in found if not isinstance(answer, BaseException)]
         self._remote = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote).join(output, remote, base)
         tensors = answers.tensors_of(output)
         self._graph = Graph(tensors, inputs) if graph else None
         self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
-        self._with_graphs = [replica for replica, flags in enumerate(self._differentiable, 1) if any(flags)]
         return self._join
 
     def _send(self, call: int, base: int, wanted: list[bool], graph: bool) -> None:
@@ -144,8 +157,8 @@ class Call:
                     described.append((True, spec, -1))
                     tensors.append(flat)
             header = (
-                int(Command.CALL), model.number, call, base, plan.rows[replica], context, state, buffer_specs,
-                parcel.payload, tuple(described),
+                int(Command.CALL), model.number, call, base, plan.rows[replica], self._shard(replica), context, state,
+                buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
         model.buffers.confirm()
@@ -159,7 +172,7 @@ class Call:
         fits = shards is not None and shards.team is self.team and shards.dim == leaf.dim
         return shards.handle if shards is not None and fits and shards.rows == self.plan.rows else None
 
-    def _run_own(self, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
+    def _run_own(self, call: int, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
         started = time.perf_counter()
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor | None] = []
@@ -171,7 +184,8 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        with shared_cores(threads_per_replica(self.team.size)), torch.set_grad_enabled(graph):
+        threads = threads_per_replica(self.team.size)
+        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self._peers(), call, self._shard(0)):
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -230,16 +244,18 @@ class Call:
         try:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
-                with shared_cores(threads_per_replica(team.size)):
+                with shared_cores(threads_per_replica(team.size)), in_backward(self._peers(), base, self.replicas):
                     mine = backward(graph, own, self.model.leaves, keep=keep)
                 self.work.seconds += time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(base)
             failure = error
         with record_function("evenly.backward: wait for replicas"):
-            replies = [self._reply(replica) for replica in self._with_graphs]
+            replies = [self._reply(replica) for replica in range(1, self.replicas)]
+        failure = root_cause([failure, *replies])
         if failure is not None:
             raise failure
-        done = [_unless_failed(reply) for reply in replies]
+        done = [reply for reply in replies if not isinstance(reply, BaseException)]
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -273,8 +289,9 @@ class Call:
                     spec, flat = wire_form(part)
                     specs[replica - 1].append((position, True, spec))
                     data[replica - 1].append(flat)
-        for replica in self._with_graphs:
-            header = (int(Command.BACKWARD), self._remote.call, keep, base, tuple(specs[replica - 1]))
+        for replica in range(1, self.replicas):
+            call = self._remote.call if any(self._differentiable[replica - 1]) else 0
+            header = (int(Command.BACKWARD), call, keep, base, self.replicas, tuple(specs[replica - 1]))
             self.team.ask(replica, encode(header), data[replica - 1])
         return own
 
@@ -381,14 +398,10 @@ class RemoteGraph:
         self.team.release(self.generation, call=self.call)
 
 
-_T = TypeVar("_T")
-
-
-def _unless_failed(found: _T | BaseException) -> _T:
-    """What a replica answered; raises what it failed with."""
-    if isinstance(found, BaseException):
-        raise found
-    return found
+def root_cause(failures: Sequence[object]) -> BaseException | None:
+    """The failure to raise: the first, but rather not one that only says that another replica failed."""
+    found = [failure for failure in failures if isinstance(failure, BaseException)]
+    return next((failure for failure in found if not isinstance(failure, ExchangeError)), found[0] if found else None)
 
 
 def _stand_in() -> Tensor:

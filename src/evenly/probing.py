@@ -85,7 +85,22 @@ class Outputs:
         specs, data = wire_forms(parcel.tensors)
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
         context = capture(team.size)
-        team.ask(1, encode((int(Command.PROBE), self.model.number, context, training, parcel.payload, specs)), data)
+        team.ask(
+            1,
+            encode(
+                (
+                    int(Command.PROBE),
+                    self.model.number,
+                    context,
+                    training,
+                    self.model.sync_batchnorm,
+                    PROBE_ROWS,
+                    parcel.payload,
+                    specs,
+                )
+            ),
+            data,
+        )
         answer = team.answer(1)
         if isinstance(answer, BaseException):
             raise answer

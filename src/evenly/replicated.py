@@ -29,11 +29,13 @@ class Replicated:
         trainable: Positions of those that require grad now.
         gradients: Per replica 1..n-1, per leaf, where that replica lays its gradient.
         buffers: Its buffers, which are sent when they changed.
+        sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
         version: Counts the times it was shipped; whatever was learnt about an earlier version is void.
     """
 
-    def __init__(self, module: nn.Module, team: Team) -> None:
+    def __init__(self, module: nn.Module, team: Team, *, sync_batchnorm: bool = False) -> None:
         self.module = module
+        self.sync_batchnorm = sync_batchnorm
         self.team = team
         self.number = 0
         self.version = 0

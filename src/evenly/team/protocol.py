@@ -53,6 +53,8 @@ class Command(IntEnum):
     """Answers with a value."""
     RENAME = 14
     """Keep a value under another number."""
+    EXCHANGE = 15
+    """Take over the memory in which replicas add up numbers among themselves."""
     REPORT = 13
     """Answers with rows, seconds and memory used so far."""
     SYNC = 15

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,12 +26,14 @@ from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
 from evenly.team.context import Context, RandomState, applied, seed
+from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward
 from evenly.team.memory import Block, Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
+from evenly.whole_batch import in_backward, in_shard, probed
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Replica:
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.templates: dict[int, Template] = {}
         self.context: Context | None = None
+        self.exchange: Exchange | None = None
         self.failure: tuple[bytes, str, int] | None = None
         """What nobody has been told of yet: an exception; the operation that raised it, and its number."""
         self._last_run_failed = False
@@ -89,6 +92,7 @@ class Replica:
             Command.SYNC: self.sync,
             Command.ABANDON: self.abandon,
             Command.PARDON: self.pardon,
+            Command.EXCHANGE: self.take_exchange,
         }
         self._answers = {
             Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
@@ -103,6 +107,7 @@ class Replica:
                 return
             answers = command in self._answers
             if self.failure is not None and answers and command != Command.SYNC:
+                self._refuse(command, arguments)
                 self._fail(*self.failure)
                 self.failure = None
                 continue
@@ -114,6 +119,7 @@ class Replica:
                 failure = errors.describe(error)
                 # The traceback holds the frames, and they hold the tensors of the failed step.
                 del error
+                self._refuse(command, arguments)
                 if answers:
                     self._fail(failure)
                 elif self.failure is None:
@@ -122,13 +128,20 @@ class Replica:
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
         self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
 
+    def _refuse(self, command: int, arguments: list[Any]) -> None:
+        """See to it that no other replica waits for this one in a forward or backward that it does not run."""
+        if command == Command.CALL:
+            self._peers().refuse(arguments[1])
+        elif command == Command.BACKWARD:
+            self._peers().refuse(arguments[2])
+
     def _fail(self, failure: bytes, operation: str = "", number: int = 0) -> None:
         self.channel.send(encode((int(Status.FAILED), failure, operation, number)))
 
     # ------------------------------------------------------------------ interruptions
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _interruptible(self) -> Generator[None]:
         """Around the user's code: only that may be cut off at any line, this process's own bookkeeping may not."""
         self._in_users_code = True
         try:
@@ -201,6 +214,16 @@ class Replica:
         for number in numbers:
             self.models.pop(number, None)
 
+    def take_exchange(self, token: int, replicas: int) -> None:
+        """Take over the memory in which replicas add up numbers among themselves; its descriptor came before."""
+        (descriptor,) = self.channel.claim_descriptors(token)
+        self.exchange = Exchange(descriptor, replicas, self.index)
+        os.close(descriptor)
+
+    def _peers(self) -> Exchange:
+        assert self.exchange is not None  # noqa: S101 - it is the first thing that the driver sends
+        return self.exchange
+
     # ------------------------------------------------------------------ forward and backward
 
     def call(
@@ -209,6 +232,7 @@ class Replica:
         call: int,
         base: int,
         rows: int,
+        shard: Shard,
         context: Context,
         state: RandomState,
         buffers: tuple[Any, ...],
@@ -230,7 +254,8 @@ class Replica:
         with applied(context, self.context), self._interruptible():
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
-            outputs = model.module(*args, **kwargs)
+            with in_shard(self._peers(), call, shard):
+                outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
         metas: list[tuple[int, tuple[int, ...], bool]] = []
         for position, tensor in enumerate(found):
@@ -249,16 +274,22 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:
+    def run_backward(self, call: int, keep: bool, base: int, taking_part: int, gradients: tuple[Any, ...]) -> None:
         """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
-            incoming[position] = receive_tensor(self.channel, what) if inline else self.values[what]
+            gradient = receive_tensor(self.channel, what) if inline else self.values[what]
+            incoming[position] = incoming[position] + gradient if position in incoming else gradient
+        if not call:  # this replica has nothing to run, but must not be waited for
+            with in_backward(self._peers(), base, taking_part):
+                pass
+            self._reply(b"", (), None, ())
+            return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with self._interruptible():
+        with in_backward(self._peers(), base, taking_part), self._interruptible():
             found, inputs = backward(graph, incoming, model.leaves, keep=keep)
         dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
         if dense:
@@ -282,6 +313,8 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        sync_batchnorm: bool,
+        rows: tuple[int, int],
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:
@@ -300,7 +333,7 @@ class Replica:
             copy.eval()
         with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
-            outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
+            outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)

@@ -13,10 +13,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
+from evenly.team.exchange import Exchange, exchange_bytes
+from evenly.team.memory import Block
 from evenly.team.process import Process
 from evenly.team.protocol import Command, Status, decode, encode
 from evenly.team.wire import Channel, ChannelClosedError
@@ -64,8 +66,11 @@ class Team:
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
         self._unneeded: deque[tuple[Command, int, int]] = deque()
+        self.exchange: Exchange | None = None
+        """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
+        self._watch = _weakly(self._check_alive)
         self._places: list[tuple[int, Place] | None] = [None] * _PLACES
 
     @property
@@ -97,16 +102,8 @@ class Team:
         except BaseException:
             self.stop()
             raise
-        # The team would never be collected if its own processes kept it alive.
-        method = weakref.WeakMethod(self._check_alive)
-
-        def watch() -> None:
-            check_alive = method()
-            if check_alive is not None:
-                check_alive()
-
         for process in self._processes:
-            process.channel.watch = watch
+            process.channel.watch = self._watch
             for other in self._processes:
                 if other is not process:
                     process.channel.also_watch(other.channel.socket.fileno())
@@ -146,7 +143,18 @@ class Team:
             raise TimeoutError(message) from None
         finally:
             self._give_up_at = None
+        self._share_exchange()
         self._ready = True
+
+    def _share_exchange(self) -> None:
+        """Give all replicas the memory in which they add up numbers among themselves."""
+        block = Block.allocate(exchange_bytes(self.size))
+        self.exchange = Exchange(block.descriptor, self.size, 0, self._watch)
+        token = self.reserve(1)
+        for process in self._processes:
+            self.send_descriptors(process.index, token, (block.descriptor,))
+        self.broadcast(self.size, int(Command.EXCHANGE), token, self.size)
+        block.close()
 
     def _broken(self) -> bool:
         return any(process.channel.broken for process in self._processes)
@@ -324,7 +332,7 @@ class Team:
             self._unneeded.append((Command.FORGET, model, 1))
 
     @contextlib.contextmanager
-    def nothing_half_done(self, call: int, base: int, count: int) -> Iterator[None]:
+    def nothing_half_done(self, call: int, base: int, count: int) -> Generator[None]:
         """Around a call: if it fails, have the replicas forget its graph, and its ``count`` values from ``base`` on.
 
         Unlike :meth:`release`, this is for values of which the driver does not know whether they exist.
@@ -370,6 +378,18 @@ def team_for(devices: Sequence[torch.device]) -> Team:
             team = _teams[key] = Team(key)
             weakref.finalize(team, _stop, team._processes, os.getpid()).atexit = False  # pyright: ignore[reportPrivateUsage]
         return team
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object lives: what an object holds must not keep it alive in turn."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def _stop(processes: list[Process], owner: int) -> None:

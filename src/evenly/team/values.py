@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,7 +67,7 @@ def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], out
 
 
 @contextlib.contextmanager
-def only_one_report(team: Team, replicas: int) -> Iterator[None]:
+def only_one_report(team: Team, replicas: int) -> Generator[None]:
     """Around the driver's part of what :func:`run` sent: if that raises, the replicas need not report theirs."""
     try:
         yield
