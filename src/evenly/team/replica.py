@@ -397,7 +397,8 @@ class Replica:
 
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
-        self._reply(self.rows, self.seconds, process_memory())
+        held = (len(self.values), len(self.graphs), len(self.models))
+        self._reply(self.rows, self.seconds, process_memory(), held)
 
 
 class _Values(dict[int, Tensor]):

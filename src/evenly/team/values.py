@@ -146,7 +146,7 @@ def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None
 
 
 def ask_report(team: Team) -> list[tuple[Any, ...]]:
-    """Rows, seconds and memory of the replicas 1..n-1."""
+    """Of each of the replicas 1..n-1: rows, seconds, memory; how many values, graphs and models it holds."""
     request = encode((int(Command.REPORT),))
     for replica in range(1, team.size):
         team.ask(replica, request)
