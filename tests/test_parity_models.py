@@ -132,9 +132,7 @@ def test_a_conv_net(rows, dtype):
 
 def test_a_conv_net_in_channels_last():
     batch = (random(5, 1, 12, 12).to(memory_format=torch.channels_last),), integers(5, 5)
-    assert_same(
-        lambda: ConvNet().to(memory_format=torch.channels_last), training([batch, batch], F.cross_entropy)
-    )
+    assert_same(lambda: ConvNet().to(memory_format=torch.channels_last), training([batch, batch], F.cross_entropy))
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["lengths as a tensor", "lengths as a list"])

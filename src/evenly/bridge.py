@@ -26,7 +26,7 @@ def run(call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner]) -> Any:
     inputs = [position for position, leaf in enumerate(call.leaves) if leaf.value.requires_grad]
     if not torch.is_grad_enabled() or not (call.parameters or inputs):
         join = call.forward(joiner, graph=False)
-        return join.build([joint.take() for joint in join.joints])
+        return join.build(join.take())
     values = [call.leaves[position].value for position in inputs]
     state = _State(call, joiner, inputs)
     outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))
@@ -57,9 +57,9 @@ class _Bridge(torch.autograd.Function):
         state.joiner = None
         ctx.call, ctx.inputs = state.call, state.inputs
         ctx.set_materialize_grads(False)
-        outputs = tuple(joint.take() for joint in join.joints)
-        fixed = [tensor for tensor, joint in zip(outputs, join.joints, strict=True) if not joint.differentiable]
-        ctx.mark_non_differentiable(*fixed)
+        outputs = join.take()
+        passive = [tensor for tensor, joint in zip(outputs, join.joints, strict=True) if not joint.differentiable]
+        ctx.mark_non_differentiable(*passive)
         return outputs
 
     @staticmethod

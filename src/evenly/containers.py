@@ -21,8 +21,14 @@ Unpacked: TypeAlias = "tuple[Sequence[Any], Sequence[Any], Any]"
 ATOMS: frozenset[type[Any]] = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 )
+
+
+class StandIn:
+    """Stands in a structure for a tensor that is somewhere else: a leaf, whatever its subclass looks like."""
+
+
 # A module is not data, a class is not an instance, and a PackedSequence makes sense only in one piece.
-_OPAQUE = (torch.Tensor, PackedSequence, torch.nn.Module, type, str, bytes)
+_OPAQUE = (torch.Tensor, PackedSequence, StandIn, torch.nn.Module, type, str, bytes)
 
 
 class Kind(NamedTuple):
@@ -81,7 +87,7 @@ def _is_plain_object(value: Any) -> bool:
 
 def _find_tensor(value: Any, above: set[int]) -> bool | None:
     """Whether there is a tensor in a value; None when the value contains itself."""
-    if isinstance(value, (torch.Tensor, PackedSequence)):
+    if isinstance(value, (torch.Tensor, PackedSequence, StandIn)):
         return True
     kind = kind_of(value)
     if kind is None and not _is_plain_object(value):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.containers import StandIn
 from evenly.outputs import (
     Constant,
     Mean,
@@ -34,8 +35,8 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
-Layout: TypeAlias = "tuple[int, tuple[int, ...]]"
-"""The dimension that is dealt out, and its size in each replica."""
+Gradients = dict[int, Tensor]
+"""What flows into one replica's outputs, by position."""
 
 
 @dataclass(eq=False)
@@ -43,14 +44,11 @@ class Joint:
     """One tensor of the joined output, made of one tensor of every replica's.
 
     Attributes:
-        tensor: What the user gets, before autograd has seen it; taken out with :meth:`take`, because the graph that
-            will hang on it holds this object.
+        tensor: What the user gets, still without autograd; None once it has been taken.
         rule: How it is made of the parts.
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
-        shares: What each part counts in a mean.
-        team: Whose replicas hold the parts.
-        layout: How rows are dealt out; None if there are none.
+        shares: The fraction of the rows that each replica has.
     """
 
     tensor: Tensor | None
@@ -58,27 +56,25 @@ class Joint:
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
-    team: Team
-    layout: Layout | None = None
+    dealt: tuple[Team, int, tuple[int, ...]] | None = field(init=False)
+    """Whose replicas hold the rows, along which dimension, how many each; None for a tensor without rows."""
 
-    def take(self) -> Tensor:
-        """The tensor, which is not kept."""
-        tensor, self.tensor = self.tensor, None
-        assert tensor is not None  # noqa: S101 - taken once
-        return tensor
+    def __post_init__(self) -> None:
+        shards = self.tensor.shards if isinstance(self.tensor, ShardedTensor) else None
+        self.dealt = shards and (shards.team, shards.dim, shards.rows)
 
     def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
         """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
-        layout = self.layout
+        dealt = self.dealt
         if isinstance(gradient, ShardedTensor):
             shards = gradient.shards
-            if shards and layout and (shards.dim, shards.rows) == layout and shards.team is self.team:
+            if shards and dealt == (shards.team, shards.dim, shards.rows) and not isinstance(self.rule, Stack):
                 return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
             gradient = gradient.plain()
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
-        if layout is not None:
-            return list(gradient.split(layout[1], layout[0]))
+        if dealt is not None:
+            return list(gradient.split(dealt[2], dealt[1]))
         if isinstance(self.rule, Mean):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
@@ -111,13 +107,14 @@ class Joiner:
         Raises:
             ValueError: They do not fit together; the message names the path in the output.
         """
-        outputs = [self.tree.flatten_up_to(local, "output")]
+        own, tree = self.tree.fit(local, "output")
+        outputs = [own]
         outputs += [self.tree.flatten_up_to(answer.output, "output") for answer in answers]
         self._positions = {id(tensor): position for position, tensor in enumerate(tensors_of(local))}
         leaves: list[Any] = []
         for path, rule, parts in zip(self.tree.paths("output"), self.rules, zip(*outputs, strict=True), strict=True):
             leaves.append(self._leaf(path, rule, list(parts), base))
-        return Join(self.tree, leaves, self.joints)
+        return Join(tree, leaves, self.joints)
 
     def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:
         first = parts[0]
@@ -136,11 +133,10 @@ class Joiner:
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
-        value, team, layout = local.detach(), self.team, None
+        value, team = local.detach(), self.team
         if isinstance(rule, Rows):
             rows = tuple(count * rule.factor for count in self.rows)
             tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
-            layout = (rule.dim, rows)
         elif isinstance(rule, (Mean, Sum)):
             weights = self._shares if isinstance(rule, Mean) else None
             tensor = ShardedTensor.of_parts(Parts(team, value, handle, len(self.rows), "sum", weights))
@@ -153,7 +149,7 @@ class Joiner:
             self._check_constant(path, rule, value, handle)
             tensor = value
             positions = (positions[0], *[None] * len(remote))
-        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares, team, layout))
+        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -194,13 +190,12 @@ class Joiner:
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
         positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
-        joint = Joint(tensor, rule, positions, local.data.requires_grad, self._shares, self.team, (0, steps))
-        later = self._add(joint)
+        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
         return _PackedLater(later.position, index, layout)
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
         """Tensors inside of per-sample items: each belongs to one replica, and is brought here."""
-        leaves, tree = flatten(items, root="output")
+        leaves, tree = flatten(items, root="output", objects=True)
         made: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, RemoteTensor):
@@ -213,12 +208,12 @@ class Joiner:
                 made.append(leaf)
                 continue
             positions = tuple(position if number == replica else None for number in range(len(self.rows)))
-            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares, self.team)))
+            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
         return tree.rebuild(made)
 
 
 @dataclass
-class _Later:
+class _Later(StandIn):
     """Stands for a joint until autograd has put its tensor in the graph."""
 
     position: int
@@ -239,6 +234,13 @@ class Join:
     leaves: list[Any]
     joints: list[Joint]
 
+    def take(self) -> tuple[Tensor, ...]:
+        """The tensors of all joints, once. Afterwards autograd's graph may refer to this join without a cycle."""
+        taken = tuple([cast("Tensor", joint.tensor) for joint in self.joints])
+        for joint in self.joints:
+            joint.tensor = None
+        return taken
+
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
         return self.tree.rebuild([_fill(leaf, tensors) for leaf in self.leaves])
@@ -251,7 +253,7 @@ def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(leaf, _PackedLater):
         return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
     if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
-        inner, tree = flatten(leaf, root="output")
+        inner, tree = flatten(leaf, root="output", objects=True)
         return tree.rebuild([_fill(item, tensors) if isinstance(item, _Later) else item for item in inner])
     return leaf
 

@@ -193,7 +193,11 @@ class Node(NamedTuple):
 
 
 def flatten(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None, root: str | Sequence[str] = "value"
+    value: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    root: str | Sequence[str] = "value",
+    *,
+    objects: bool = False,
 ) -> tuple[list[Any], Tree]:
     """Takes a nested value apart.
 
@@ -205,6 +209,7 @@ def flatten(
         value: Anything.
         is_leaf: Says of a container that it should not be opened.
         root: The name of the value, or one name per child, for error messages.
+        objects: As for `unpack`.
 
     Returns:
         The leaves and the tree; `tree.rebuild(leaves)` is the value again.
@@ -222,7 +227,7 @@ def flatten(
                 return list(cast("tuple[Any, ...]", args)), _call_tree(len(cast("tuple[Any, ...]", args)))
     leaves: list[Any] = []
     try:
-        tree = _flatten(value, leaves, is_leaf, set())
+        tree = _flatten(value, leaves, is_leaf, objects, set())
     except _ContainsItselfError as error:
         start, steps = (root, error.steps) if isinstance(root, str) else (root[error.place], error.steps[1:])
         path = start + "".join(steps)
@@ -270,8 +275,13 @@ class _ContainsItselfError(Exception):
         self.steps: list[str] = []
 
 
-def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, above: set[int]) -> Tree:
-    kind = None if type(value) in ATOMS or (is_leaf is not None and is_leaf(value)) else kind_of(value)
+def _flatten(
+    value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, objects: bool, above: set[int]
+) -> Tree:
+    stop = type(value) in ATOMS or (is_leaf is not None and is_leaf(value))
+    kind = None if stop else kind_of(value)
+    if kind is None and objects and not stop and opens_as_object(value):
+        kind = OBJECT
     if kind is None:
         leaves.append(value)
         return LEAF
@@ -282,7 +292,7 @@ def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | Non
     trees: list[Tree] = []
     for child in children:
         try:
-            trees.append(_flatten(child, leaves, is_leaf, above))
+            trees.append(_flatten(child, leaves, is_leaf, objects, above))
         except _ContainsItselfError as error:
             key = keys[len(trees)]
             error.place = len(trees)
