@@ -342,6 +342,19 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _mapped(value: Any, change: Callable[..., Any], *options: Any) -> Any:
+    """An argument with ``change`` made to it, or to the items of a list of tensors.
+
+    A closure that called itself would be a reference cycle, and keep a step's tensors until the collector comes by.
+    """
+    if isinstance(value, (list, tuple)):
+        items = cast("Sequence[Any]", value)
+        if items and isinstance(items[0], (int, float)):
+            return items
+        return type(value)(_mapped(item, change, *options) for item in items)
+    return change(value, *options)
+
+
 def _call(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> rules.Call | None:
     """The operation as rules see it; None when no operand is sharded, so that there is nothing to plan."""
     tensors: list[Tensor] = []
@@ -362,14 +375,12 @@ def _call(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> rule
         elif isinstance(value, Tensor):
             layouts.append(None)
             tensors.append(value)
-        elif isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-            return type(value)(visit(item) for item in value)
         return value
 
     if func in _EMPTY_LIKE and cast("ShardedTensor", args[0]).parts is not None:
         return None  # only its shape matters: no reason to add it up
-    args = tuple(visit(arg) for arg in args)
-    kwargs = {name: visit(value) for name, value in kwargs.items()}
+    args = tuple(_mapped(arg, visit) for arg in args)
+    kwargs = {name: _mapped(value, visit) for name, value in kwargs.items()}
     return None if lead is None else rules.Call(func, args, kwargs, tensors, layouts)
 
 
@@ -387,12 +398,10 @@ def _run(plan: rules.Plan, call: rules.Call) -> Any:
                 local.append(here)
                 handles.append(there)
                 return Slot(len(local) - 1)
-            if isinstance(value, (list, tuple)):
-                return type(value)(slot(item) for item in value)
             return value
 
-        args = tuple(slot(arg) for arg in plan.args)
-        kwargs = {name: slot(value) for name, value in plan.kwargs.items()}
+        args = tuple(_mapped(arg, slot) for arg in plan.args)
+        kwargs = {name: _mapped(value, slot) for name, value in plan.kwargs.items()}
         template = Template(plan.function, args, kwargs)
         key = (plan.function, key_of(args), key_of(tuple(kwargs.items())))
         number = values.define(team, key, template)
@@ -496,7 +505,7 @@ def _run_gathered(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     size = 0
 
-    def whole(value: Any, *, settle: bool) -> Any:
+    def whole(value: Any, settle: bool) -> Any:
         nonlocal size
         if isinstance(value, ShardedTensor):
             if func in _EMPTY_LIKE and value.parts is not None:
@@ -504,13 +513,11 @@ def _run_gathered(func: rules.Op, args: tuple[Any, ...], kwargs: dict[str, Any])
             if value.shards is not None:
                 size += value.numel() * value.element_size()
             return value.settle() if settle else value.plain()
-        if isinstance(value, (list, tuple)):
-            return type(value)(whole(item, settle=settle) for item in value)
         return value
 
     names = [argument.name for argument in schema.arguments]
-    whole_args = tuple(whole(arg, settle=names[i] in aliased) for i, arg in enumerate(args))
-    whole_kwargs = {name: whole(value, settle=name in aliased) for name, value in kwargs.items()}
+    whole_args = tuple(_mapped(arg, whole, names[i] in aliased) for i, arg in enumerate(args))
+    whole_kwargs = {name: _mapped(value, whole, name in aliased) for name, value in kwargs.items()}
     if size:
         _note_gathering(func.name(), size)
     result = func(*whole_args, **whole_kwargs)
