@@ -106,10 +106,10 @@ class Call:
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
-        failure = root_cause([own, *found])
-        if failure is not None:
-            raise failure
-        remote = [answer for answer in found if not isinstance(answer, BaseException)]
+        try:
+            remote = _unless_failed(own, found)
+        finally:
+            del own, found  # see [Note: raised later]
         self._remote = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote).join(output, remote, base)
@@ -252,10 +252,10 @@ class Call:
             failure = error
         with record_function("evenly.backward: wait for replicas"):
             replies = [self._reply(replica) for replica in range(1, self.replicas)]
-        failure = root_cause([failure, *replies])
-        if failure is not None:
-            raise failure
-        done = [reply for reply in replies if not isinstance(reply, BaseException)]
+        try:
+            done = _unless_failed(failure, replies)
+        finally:
+            del failure, replies  # see [Note: raised later]
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -398,10 +398,23 @@ class RemoteGraph:
         self.team.release(self.generation, call=self.call)
 
 
-def root_cause(failures: Sequence[object]) -> BaseException | None:
-    """The failure to raise: the first, but rather not one that only says that another replica failed."""
-    found = [failure for failure in failures if isinstance(failure, BaseException)]
-    return next((failure for failure in found if not isinstance(failure, ExchangeError)), found[0] if found else None)
+_T = TypeVar("_T")
+
+
+def _unless_failed(own: BaseException | None, found: Sequence[_T | BaseException]) -> list[_T]:
+    """What the replicas answered.
+
+    Raises:
+        BaseException: What the driver's own shard or a replica failed with: the first, but rather not a failure that
+            only says that another replica failed.
+    """
+    failures = [failure for failure in (own, *found) if isinstance(failure, BaseException)]
+    if not failures:
+        return [answer for answer in found if not isinstance(answer, BaseException)]
+    try:
+        raise next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
+    finally:
+        del failures, own, found  # see [Note: raised later]
 
 
 def _stand_in() -> Tensor:

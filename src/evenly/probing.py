@@ -114,22 +114,11 @@ class Outputs:
         specs, data = wire_forms(parcel.tensors)
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
         context = capture(team.size)
-        team.ask(
-            1,
-            encode(
-                (
-                    int(Command.PROBE),
-                    self.model.number,
-                    context,
-                    training,
-                    self.model.sync_batchnorm,
-                    PROBE_ROWS,
-                    parcel.payload,
-                    specs,
-                )
-            ),
-            data,
-        )
+        header = (
+            int(Command.PROBE), self.model.number, context, training, self.model.sync_batchnorm, counts,
+            parcel.payload, specs,
+        )  # fmt: skip
+        team.ask(1, encode(header), data)
         answer = team.answer(1)
         if isinstance(answer, BaseException):
             raise answer

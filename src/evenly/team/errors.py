@@ -3,6 +3,10 @@
 An exception crosses over as what it consists of: where its class is found, its arguments and attributes one
 by one, its traceback as places in files. The driver rebuilds it with the class that the user's `except`
 clause names.
+
+[Note: raised later] An exception that was kept before it is raised must not stay in a local variable of a frame that
+raises it: its traceback refers to the frame, and the two would keep each other, and all tensors in sight, alive until
+the garbage collector comes by.
 """
 
 from __future__ import annotations
@@ -106,9 +110,7 @@ def describe(exc: BaseException) -> bytes:
     return pickle.dumps(description)
 
 
-def restore(
-    data: bytes, *, replica: int, device: str, phase: str, called_at: Place | None = None
-) -> BaseException:
+def restore(data: bytes, *, replica: int, device: str, phase: str, called_at: Place | None = None) -> BaseException:
     """Rebuilds in the driver the exception that :func:`describe` described in a replica.
 
     Args:

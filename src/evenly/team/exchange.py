@@ -134,9 +134,7 @@ class Exchange:
         # The counter is the number of the step, and one bit that says that no further step follows.
         self._words[self.index * _WORD_BYTES // 8] = self._step * 2 + ended
         if _FUTEX is not None:
-            _libc.syscall(
-                _FUTEX, ctypes.c_void_p(self._address + self.index * _WORD_BYTES), _FUTEX_WAKE, 1 << 30, None
-            )
+            _libc.syscall(_FUTEX, ctypes.c_void_p(self._address + self.index * _WORD_BYTES), _FUTEX_WAKE, 1 << 30, None)
 
     def _await(self, replica: int) -> None:
         word = replica * _WORD_BYTES // 8

@@ -53,7 +53,7 @@ class Command(IntEnum):
     """Answers with a value."""
     RENAME = 14
     """Keep a value under another number."""
-    EXCHANGE = 15
+    EXCHANGE = 18
     """Take over the memory in which replicas add up numbers among themselves."""
     REPORT = 13
     """Answers with rows, seconds and memory used so far."""

@@ -33,7 +33,7 @@ from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, 
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import in_backward, in_shard, probed
+from evenly.whole_batch import Shard, in_backward, in_shard, probed
 
 
 @dataclass

@@ -302,10 +302,13 @@ class Team:
     def collect(self, replicas: Sequence[int]) -> list[tuple[Any, ...]]:
         """Answers of several replicas, which bring no tensors. Every one is awaited before the first failure is raised."""
         answers = [self.answer(replica) for replica in replicas]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        if failure is None:
+            return [answer for answer in answers if not isinstance(answer, BaseException)]
+        try:
+            raise failure
+        finally:
+            del answers, failure  # see [Note: raised later]
 
     def note_place(self, number: int, place: Place) -> None:
         """Remember for a while where the user's program asked for what is sent under ``number``."""

@@ -108,6 +108,7 @@ def fetch(
         team.ask(replica, request)
     found: list[list[Tensor]] = []
     failure: BaseException | None = None
+    answer: object = None
     for replica in range(1, replicas):
         answer = team.answer(replica)
         if isinstance(answer, BaseException):
@@ -117,18 +118,18 @@ def fetch(
         found.append(
             [_take(team, replica, spec, into[replica - 1][i] if into else None) for i, spec in enumerate(specs)]
         )
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure, answer  # see [Note: raised later]
     return found
 
 
 def fetch_from(team: Team, replica: int, handle: Handle) -> Tensor:
     """Bring one replica's value here."""
     team.ask(replica, encode((int(Command.FETCH), (handle.check(),))))
-    answer = team.answer(replica)
-    if isinstance(answer, BaseException):
-        raise answer
-    ((spec,),) = answer
+    (((spec,),),) = team.collect([replica])
     return receive_tensor(team.channel(replica), spec)
 
 
