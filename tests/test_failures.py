@@ -145,6 +145,11 @@ def expect_death(act, reason, seconds=BOUND_SECONDS):
     return caught.value
 
 
+def kill_and_see_it_end(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("order", "reason"), [(orders.KILL, "SIGKILL"), (orders.CRASH, "SIGSEGV")])
 def test_a_replica_that_is_killed_in_a_step_is_named_with_its_signal(model, phase, order, reason):
@@ -181,7 +186,7 @@ def test_a_replica_that_is_killed_from_outside_while_the_driver_waits(model, pha
 
 def test_a_replica_that_is_killed_while_idle(model):
     out = model(X)
-    os.kill(model._team.pids()[0], signal.SIGKILL)
+    kill_and_see_it_end(model._team.pids()[0])
     expect_death(lambda: model(X), "was killed by SIGKILL while it was idle")
     with pytest.raises(RuntimeError, match="have been stopped or have died"):
         out.sum().item()
@@ -199,7 +204,7 @@ def test_a_death_is_noticed_by_whoever_uses_rows_that_died_with_it(model):
 
 def test_a_replica_that_is_killed_while_it_starts():
     model = DataParallel(Obedient(), device_ids=["cpu"] * 3)
-    os.kill(model._team.pids()[1], signal.SIGKILL)
+    kill_and_see_it_end(model._team.pids()[1])
     expect_death(lambda: model(X), "replica 2 .* was killed by SIGKILL while it was starting")
     torch.testing.assert_close(model(X).full_tensor(), model.module(X))
 

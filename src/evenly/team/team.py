@@ -234,7 +234,7 @@ class Team:
 
     def send(self, replica: int, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
         """Send a command that does not answer to one replica."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         if process.channel.broken:
             self._settle()
         try:
@@ -251,11 +251,21 @@ class Team:
 
     def send_descriptors(self, replica: int, token: int, descriptors: Sequence[int]) -> None:
         """Hand a replica file descriptors, before the command that makes use of them by ``token``."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             process.channel.send_descriptors(token, descriptors)
         except ChannelClosedError:
             raise self._lost(process) from None
+
+    def _process(self, replica: int) -> Process:
+        if not self._processes:
+            self.check_owner()
+            message = (
+                "the replicas have been stopped or have died, and what they held is gone: run the forward again "
+                "(the next call of the model starts new ones)"
+            )
+            raise RuntimeError(message)
+        return self._processes[replica - 1]
 
     def broadcast(self, replicas: int, *command: Any) -> None:
         """Send one command that does not answer to replicas 1..``replicas``-1."""
@@ -269,7 +279,7 @@ class Team:
         Raises:
             ReplicaDied: A replica has ended; all are stopped then.
         """
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             header = process.channel.receive()
         except ChannelClosedError:
@@ -289,7 +299,7 @@ class Team:
 
     def receive_into(self, replica: int, tensor: Tensor) -> None:
         """Fill ``tensor`` (contiguous) with the next tensor of a replica's answer."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             process.channel.receive_into(tensor)
         except ChannelClosedError:
@@ -297,7 +307,7 @@ class Team:
 
     def channel(self, replica: int) -> Channel:
         """The line to a replica."""
-        return self._processes[replica - 1].channel
+        return self._process(replica).channel
 
     def collect(self, replicas: Sequence[int]) -> list[tuple[Any, ...]]:
         """Answers of several replicas, which bring no tensors. Every one is awaited before the first failure is raised."""
