@@ -91,9 +91,7 @@ class Call:
         with team.nothing_half_done(call, base, _NUMBERS_PER_CALL):
             return self._run(joiner, call, base, graph=graph)
 
-    def _run(
-        self, joiner: Callable[[Any, Sequence[Answer], int], Join], call: int, base: int, *, graph: bool
-    ) -> Join:
+    def _run(self, joiner: Callable[[Any, Sequence[Answer], int], Join], call: int, base: int, *, graph: bool) -> Join:
         team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
@@ -107,10 +105,14 @@ class Call:
             with record_function("evenly.forward: own shard"):
                 output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
-        remote = _unless_failed(own, found)
+        try:
+            remote = _unless_failed(own, found)
+        finally:
+            del own, found  # see [Note: raised later]
         self._remote = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote, base)
@@ -273,10 +275,14 @@ class Call:
                     mine = backward(graph, own, self.model.leaves, keep=keep)
                 self.work.seconds += time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(base)
             failure = error
         with record_function("evenly.backward: wait for replicas"):
             replies = [self._reply(replica) for replica in range(1, self.replicas)]
-        done = _unless_failed(failure, replies)
+        try:
+            done = _unless_failed(failure, replies)
+        finally:
+            del failure, replies  # see [Note: raised later]
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -419,9 +425,13 @@ def _unless_failed(own: BaseException | None, found: Sequence[_T | BaseException
             only says that another replica failed.
     """
     failures = [failure for failure in (own, *found) if isinstance(failure, BaseException)]
-    if failures:
-        raise next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
-    return [answer for answer in found if not isinstance(answer, BaseException)]
+    if not failures:
+        return [answer for answer in found if not isinstance(answer, BaseException)]
+    failure = next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
+    try:
+        raise failure
+    finally:
+        del own, found, failures, failure  # see [Note: raised later] in team.py
 
 
 def _is_view_of(part: Tensor, whole: Tensor) -> bool:

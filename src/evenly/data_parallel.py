@@ -186,7 +186,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             mine,
             *(
                 ReplicaReport(replica, team.devices[replica], rows, seconds, memory)
-                for replica, (rows, seconds, memory) in enumerate(others, 1)
+                for replica, (rows, seconds, memory, _) in enumerate(others, 1)
             ),
         ]
 

@@ -3,6 +3,10 @@
 An exception crosses over as what it consists of: where its class is found, its arguments and attributes one
 by one, its traceback as places in files. The driver rebuilds it with the class that the user's `except`
 clause names.
+
+[Note: raised later] An exception that was kept before it is raised must not stay in a local variable of a frame that
+raises it: its traceback refers to the frame, and the two would keep each other, and all tensors in sight, alive until
+the garbage collector comes by.
 """
 
 from __future__ import annotations
@@ -302,17 +306,18 @@ def death_message(
         last_words: What it wrote to stderr at the end, e.g. faulthandler's report.
     """
     who = f"replica {replica} ({device}, pid {pid})"
+    when = f"while it was {phase}" if phase in ("idle", "starting") else f"while running {phase}"
     if returncode is None:
-        message = f"{who} stopped answering while running {phase}: its channel was closed"
+        message = f"{who} stopped answering {when}: its channel was closed"
     elif returncode < 0:
         name = _signal_name(-returncode)
-        message = f"{who} was killed by {name} while running {phase}"
+        message = f"{who} was killed by {name} {when}"
         if name in _LIKELY_CAUSES:
             message += f": {_LIKELY_CAUSES[name]}"
     elif phase == "starting":
         message = f"{who} failed to start: it exited with code {returncode}"
     else:
-        message = f"{who} exited with code {returncode} while running {phase}: something called os._exit()"
+        message = f"{who} exited with code {returncode} {when}: something called os._exit()"
     message += ". The next call starts a new replica."
     if last_words.strip():
         message += f"\n\nIts last words:\n{last_words.rstrip()}"

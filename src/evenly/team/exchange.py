@@ -83,6 +83,11 @@ class Exchange:
         """Say that this replica takes part in no further sum of this forward or backward, for whatever reason."""
         self._post(ended=True)
 
+    def refuse(self, number: int) -> None:
+        """Take part in no sum of the forward or backward ``number``, which this replica does not even begin."""
+        self.begin(number, 1)
+        self.end()
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of ``tensor`` over all replicas that take part; all must call this alike.
 

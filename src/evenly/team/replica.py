@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,13 +95,13 @@ class Replica:
             Command.FETCH: self.fetch,
             Command.RENAME: self.rename,
             Command.REPORT: self.report,
-            Command.EXCHANGE: self.take_exchange,
             Command.GROUP: self.join_group,
             Command.BROADCAST: self.broadcast,
             Command.REDUCE: self.reduce,
             Command.SYNC: self.sync,
             Command.ABANDON: self.abandon,
             Command.PARDON: self.pardon,
+            Command.EXCHANGE: self.take_exchange,
         }
         self._answers = {
             Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
@@ -116,6 +116,7 @@ class Replica:
                 return
             answers = command in self._answers
             if self.failure is not None and answers and command != Command.SYNC:
+                self._refuse(command, arguments)
                 self._fail(*self.failure)
                 self.failure = None
                 continue
@@ -127,6 +128,7 @@ class Replica:
                 failure = errors.describe(error)
                 # The traceback holds the frames, and they hold the tensors of the failed step.
                 del error
+                self._refuse(command, arguments)
                 if answers:
                     self._fail(failure)
                 elif self.failure is None:
@@ -135,13 +137,20 @@ class Replica:
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
         self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
 
+    def _refuse(self, command: int, arguments: list[Any]) -> None:
+        """See to it that no other replica waits for this one in a forward or backward that it does not run."""
+        if command == Command.CALL:
+            self._peers().refuse(arguments[1])
+        elif command == Command.BACKWARD:
+            self._peers().refuse(arguments[2])
+
     def _fail(self, failure: bytes, operation: str = "", number: int = 0) -> None:
         self.channel.send(encode((int(Status.FAILED), failure, operation, number)))
 
     # ------------------------------------------------------------------ interruptions
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _interruptible(self) -> Generator[None]:
         """Around the user's code: only that may be cut off at any line, this process's own bookkeeping may not."""
         self._in_users_code = True
         try:
@@ -321,7 +330,7 @@ class Replica:
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with self._interruptible(), in_backward(self._peers(), base, taking_part):
+        with in_backward(self._peers(), base, taking_part), self._interruptible():
             found, inputs = backward(graph, incoming, model.leaves, keep=keep)
         model.holding.lay(found)
         present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
@@ -432,7 +441,8 @@ class Replica:
 
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
-        self._reply(self.rows, self.seconds, process_memory())
+        held = (len(self.values), len(self.graphs), len(self.models))
+        self._reply(self.rows, self.seconds, process_memory(), held)
 
 
 class _Values(dict[int, Tensor]):

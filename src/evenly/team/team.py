@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
@@ -72,6 +72,7 @@ class Team:
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
+        self._watch = _weakly(self.check_alive)
         self._places: list[tuple[int, Place] | None] = [None] * _PLACES
 
     @property
@@ -103,16 +104,8 @@ class Team:
         except BaseException:
             self.stop()
             raise
-        # The team would never be collected if its own processes kept it alive.
-        method = weakref.WeakMethod(self.check_alive)
-
-        def watch() -> None:
-            check_alive = method()
-            if check_alive is not None:
-                check_alive()
-
         for process in self._processes:
-            process.channel.watch = watch
+            process.channel.watch = self._watch
             for other in self._processes:
                 if other is not process:
                     process.channel.also_watch(other.channel.socket.fileno())
@@ -158,7 +151,7 @@ class Team:
     def _share_exchange(self) -> None:
         """Give all replicas the memory in which they add up numbers among themselves."""
         block = Block.allocate(exchange_bytes(self.size))
-        self.exchange = Exchange(block.descriptor, self.size, 0, self.check_alive)
+        self.exchange = Exchange(block.descriptor, self.size, 0, self._watch)
         token = self.reserve(1)
         for process in self._processes:
             self.send_descriptors(process.index, token, (block.descriptor,))
@@ -260,7 +253,7 @@ class Team:
 
     def send(self, replica: int, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
         """Send a command that does not answer to one replica."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         if process.channel.broken:
             self._settle()
         try:
@@ -277,11 +270,21 @@ class Team:
 
     def send_descriptors(self, replica: int, token: int, descriptors: Sequence[int]) -> None:
         """Hand a replica file descriptors, before the command that makes use of them by ``token``."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             process.channel.send_descriptors(token, descriptors)
         except ChannelClosedError:
             raise self._lost(process) from None
+
+    def _process(self, replica: int) -> Process:
+        if not self._processes:
+            self.check_owner()
+            message = (
+                "the replicas have been stopped or have died, and what they held is gone: run the forward again "
+                "(the next call of the model starts new ones)"
+            )
+            raise RuntimeError(message)
+        return self._processes[replica - 1]
 
     def broadcast(self, replicas: int, *command: Any) -> None:
         """Send one command that does not answer to replicas 1..``replicas``-1."""
@@ -295,7 +298,7 @@ class Team:
         Raises:
             ReplicaDied: A replica has ended; all are stopped then.
         """
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             header = process.channel.receive()
         except ChannelClosedError:
@@ -315,7 +318,7 @@ class Team:
 
     def receive_into(self, replica: int, tensor: Tensor) -> None:
         """Fill ``tensor`` (contiguous) with the next tensor of a replica's answer."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             process.channel.receive_into(tensor)
         except ChannelClosedError:
@@ -323,15 +326,18 @@ class Team:
 
     def channel(self, replica: int) -> Channel:
         """The line to a replica."""
-        return self._processes[replica - 1].channel
+        return self._process(replica).channel
 
     def collect(self, replicas: Sequence[int]) -> list[tuple[Any, ...]]:
         """Answers of several replicas, which bring no tensors. Every one is awaited before the first failure is raised."""
         answers = [self.answer(replica) for replica in replicas]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        if failure is None:
+            return [answer for answer in answers if not isinstance(answer, BaseException)]
+        try:
+            raise failure
+        finally:
+            del answers, failure  # see [Note: raised later]
 
     def note_place(self, number: int, place: Place) -> None:
         """Remember for a while where the user's program asked for what is sent under ``number``."""
@@ -358,7 +364,7 @@ class Team:
             self._unneeded.append((Command.FORGET, model, 1))
 
     @contextlib.contextmanager
-    def nothing_half_done(self, call: int, base: int, count: int) -> Iterator[None]:
+    def nothing_half_done(self, call: int, base: int, count: int) -> Generator[None]:
         """Around a call: if it fails, have the replicas forget its graph, and its ``count`` values from ``base`` on.
 
         Unlike :meth:`release`, this is for values of which the driver does not know whether they exist.
@@ -404,6 +410,18 @@ def team_for(devices: Sequence[torch.device]) -> Team:
             team = _teams[key] = Team(key)
             weakref.finalize(team, _stop, team._processes, os.getpid()).atexit = False  # pyright: ignore[reportPrivateUsage]
         return team
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object lives: what an object holds must not keep it alive in turn."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def _stop(processes: list[Process], owner: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,7 +67,7 @@ def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], out
 
 
 @contextlib.contextmanager
-def only_one_report(team: Team, replicas: int) -> Iterator[None]:
+def only_one_report(team: Team, replicas: int) -> Generator[None]:
     """Around the driver's part of what :func:`run` sent: if that raises, the replicas need not report theirs."""
     try:
         yield
@@ -108,6 +108,7 @@ def fetch(
         team.ask(replica, request)
     found: list[list[Tensor]] = []
     failure: BaseException | None = None
+    answer: object = None
     for replica in range(1, replicas):
         answer = team.answer(replica)
         if isinstance(answer, BaseException):
@@ -117,8 +118,11 @@ def fetch(
         found.append(
             [_take(team, replica, spec, into[replica - 1][i] if into else None) for i, spec in enumerate(specs)]
         )
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure, answer  # see [Note: raised later]
     return found
 
 
@@ -130,10 +134,7 @@ def fetch_from(team: Team, replica: int, handle: Handle) -> Tensor:
 def peek(team: Team, replica: int, number: int) -> Tensor:
     """Bring one replica's value here by its number, which somebody else will give a handle."""
     team.ask(replica, encode((int(Command.FETCH), (number,))))
-    answer = team.answer(replica)
-    if isinstance(answer, BaseException):
-        raise answer
-    ((spec,),) = answer
+    (((spec,),),) = team.collect([replica])
     return receive_tensor(team.channel(replica), spec)
 
 
@@ -151,7 +152,7 @@ def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None
 
 
 def ask_report(team: Team) -> list[tuple[Any, ...]]:
-    """Rows, seconds and memory of the replicas 1..n-1."""
+    """Of each of the replicas 1..n-1: rows, seconds, memory; how many values, graphs and models it holds."""
     request = encode((int(Command.REPORT),))
     for replica in range(1, team.size):
         team.ask(replica, request)
