@@ -112,7 +112,7 @@ class Call:
         # An autograd function's forward runs without grad mode, whatever the caller's is.
         context = (graph, *capture(team.size)[1:])
         state = random_state()
-        buffer_specs, buffer_data = model.buffers.outgoing()
+        model.buffers.refresh()
         for replica in range(1, self.replicas):
             stand_ins: list[Tensor | None] = []
             what: dict[int, tuple[bool, Any, int, int]] = {}
@@ -134,7 +134,7 @@ class Call:
                 stand_ins.append(stand_in)
             parcel = pack(plan.build(replica, stand_ins), name="(args, kwargs)")
             described: list[tuple[bool, Any, int, int]] = []
-            tensors = list(buffer_data)
+            buffer_specs, tensors = model.buffers.outgoing(replica)
             for tensor in parcel.tensors:
                 if id(tensor) in what:
                     described.append(what[id(tensor)])
