@@ -173,8 +173,10 @@ def test_losses_as_modules_weights_of_rows_and_sums_of_losses():
         output = model(values(7, 3))
         weights = torch.arange(1.0, 8)
         per_row = nn.CrossEntropyLoss(reduction="none")(output, labels(7))
-        loss = (per_row * weights).sum() / weights.sum() + 0.1 * output.square().mean() + 0.5 * nn.L1Loss()(
-            output, values(7, CLASSES, seed=4)
+        loss = (
+            (per_row * weights).sum() / weights.sum()
+            + 0.1 * output.square().mean()
+            + 0.5 * nn.L1Loss()(output, values(7, CLASSES, seed=4))
         )
         loss.backward()
         return per_row, loss

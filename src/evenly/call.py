@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,24 @@ class Work:
 
     rows: int = 0
     seconds: float = 0.0
+
+
+class _OwnShard(threading.local):
+    """Whether this thread is computing the driver's shard of a call."""
+
+    running = False
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
+
+
+own_shard = _OwnShard()
+"""A wrapped module inside of a wrapped module just runs on its shard, here as in the replicas, which are busy."""
 
 
 class Call:
@@ -171,7 +191,7 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        with shared_cores(threads_per_replica(self.team.size)), torch.set_grad_enabled(graph):
+        with own_shard.run(), shared_cores(threads_per_replica(self.team.size)), torch.set_grad_enabled(graph):
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -246,7 +266,7 @@ class Call:
         try:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
-                with shared_cores(threads_per_replica(team.size)):
+                with own_shard.run(), shared_cores(threads_per_replica(team.size)):
                     mine = backward(graph, own, self.model.leaves, keep=keep)
                 self.work.seconds += time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
