@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +41,24 @@ class Work:
 
     rows: int = 0
     seconds: float = 0.0
+
+
+class _OwnShard(threading.local):
+    """Whether this thread is computing the driver's shard of a call."""
+
+    running = False
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
+
+
+own_shard = _OwnShard()
+"""A wrapped module inside of a wrapped module just runs on its shard, here as in the replicas, which are busy."""
 
 
 class Call:
@@ -127,7 +147,7 @@ class Call:
         # An autograd function's forward runs without grad mode, whatever the caller's is.
         context = (graph, *capture(team.size)[1:])
         state = random_state()
-        buffer_specs, buffer_data = model.buffers.outgoing()
+        model.buffers.refresh()
         for replica in range(1, self.replicas):
             stand_ins: list[Tensor | None] = []
             what: dict[int, tuple[bool, Any, int, int]] = {}
@@ -149,7 +169,7 @@ class Call:
                 stand_ins.append(stand_in)
             parcel = pack(plan.build(replica, stand_ins), name="(args, kwargs)")
             described: list[tuple[bool, Any, int, int]] = []
-            tensors = list(buffer_data)
+            buffer_specs, tensors = model.buffers.outgoing(replica)
             for tensor in parcel.tensors:
                 if id(tensor) in what:
                     described.append(what[id(tensor)])
@@ -164,7 +184,7 @@ class Call:
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
-        model.buffers.confirm()
+            model.buffers.confirm(replica)
 
     def _resident(self, leaf: TensorLeaf) -> Handle | None:
         """The handle of an input whose rows are in the replicas already, as they are to be split."""
@@ -187,8 +207,11 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        threads = threads_per_replica(self.team.size)
-        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self._peers(), call, self._shard(0)):
+        threads, peers = threads_per_replica(self.team.size), self._peers()
+        with (
+            own_shard.run(), shared_cores(threads), torch.set_grad_enabled(graph),
+            in_shard(peers, call, self._shard(0)),
+        ):  # fmt: skip
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -271,7 +294,8 @@ class Call:
         try:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
-                with shared_cores(threads_per_replica(team.size)), in_backward(self._peers(), base, self.replicas):
+                threads, peers = threads_per_replica(team.size), self._peers()
+                with own_shard.run(), shared_cores(threads), in_backward(peers, base, self.replicas):
                     mine = backward(graph, own, self.model.leaves, keep=keep)
                 self.work.seconds += time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done

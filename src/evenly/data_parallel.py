@@ -9,17 +9,19 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from evenly import bridge
 from evenly.batch import plan_split
-from evenly.call import Call, Work
+from evenly.call import Call, Work, own_shard
 from evenly.devices import Device, resolve_devices
+from evenly.outputs import SCALAR_RULES
 from evenly.probing import Outputs
 from evenly.replicated import Replicated
+from evenly.rows import split_rows
 from evenly.team.collectives import Kind
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
-from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 
 
@@ -99,6 +101,9 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         nn.Module.__init__(self)
         if isinstance(module, DataParallel):
             module = module.module  # wrapping twice is harmless
+        if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users do
+            message = f"DataParallel wraps a torch.nn.Module, got a {type(module).__name__}"
+            raise TypeError(message)
         devices = resolve_devices(device_ids, output_device)
         if not any(True for _ in module.parameters()):
             message = (
@@ -108,6 +113,12 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             raise ValueError(message)
         if split is not None and len(split) != len(devices):
             message = f"split has {len(split)} weights for {len(devices)} devices: give one for each"
+            raise ValueError(message)
+        if split is not None:
+            split_rows(len(devices), len(devices), split)  # refuses weights that make no sense
+        words = [word for word in tree_leaves(scalar_outputs) if word is not None and word not in SCALAR_RULES]
+        if words:
+            message = f'scalar_outputs gives {words[0]!r}: "mean", "sum" and "stack" are possible'
             raise ValueError(message)
         self.module = module
         self.dim = dim
@@ -144,7 +155,9 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
+        team = self._team
+        if own_shard.running:
+            return self.module(*args, **kwargs)
         devices = 1 if team is None else team.size
         plan = plan_split(
             args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
