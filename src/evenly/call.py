@@ -131,6 +131,8 @@ class Call:
             found = [self._answer(replica) for replica in range(1, self.replicas)]
         try:
             remote = _unless_failed(own, found)
+        for replica in range(1, self.replicas):
+            self.model.buffers.confirm(replica)
         finally:
             del own, found  # see [Note: raised later]
         self._remote = RemoteGraph(team, call)
@@ -184,7 +186,6 @@ class Call:
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
-            model.buffers.confirm(replica)
 
     def _resident(self, leaf: TensorLeaf) -> Handle | None:
         """The handle of an input whose rows are in the replicas already, as they are to be split."""
