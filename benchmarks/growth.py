@@ -21,9 +21,7 @@ def with_replicas(workloads: Sequence[str], counts: Sequence[int], pace: Pace) -
     return found
 
 
-def with_parameters(
-    contenders: Mapping[str, Contender], millions: Sequence[int], replicas: int, pace: Pace
-) -> Points:
+def with_parameters(contenders: Mapping[str, Contender], millions: Sequence[int], replicas: int, pace: Pace) -> Points:
     """Four square layers, of more and more parameters."""
     chosen = {name: contenders[name] for name in ("limit", "evenly", "ddp")}
     return {count: take_turns(chosen, f"parameters-{count}", replicas, pace) for count in millions}
@@ -36,6 +34,6 @@ def with_tensors(contenders: Mapping[str, Contender], counts: Sequence[int], rep
 
 
 def slope(points: Points, name: str, reference: str, least: int = 0) -> float:
-    """Milliseconds that each further replica or tensor costs one contender beyond another: a line through the medians."""
+    """Milliseconds that each further replica or tensor costs beyond the reference: a line through the medians."""
     counts = [count for count in points if count >= least]
     return statistics.linear_regression(counts, [points[n].excess(name, reference).median for n in counts]).slope
