@@ -86,7 +86,7 @@ def _bars(axes: Axes, results: Results) -> None:
         spreads = [found.throughput(name, "limit") for found in turns.values()]
         places = [workload + (index - (len(names) - 1) / 2) * width for workload in range(len(turns))]
         heights = [spread.median for spread in spreads]
-        bars = axes.bar(places, heights, width * 0.92, color=_COLOURS[name], label=_LABELS[name])
+        axes.bar(places, heights, width * 0.92, color=_COLOURS[name], label=_LABELS[name])
         axes.errorbar(places, heights, _error(spreads), fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
         if name == "evenly":
             _values(axes, places, heights)
@@ -136,7 +136,7 @@ def _by_replicas(axes: Axes, results: Results) -> None:
     axes.set_xticks(counts, list(map(str, counts)))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("replicas")
-    axes.set_title("evenly; 1 = as many processes that do not communicate")
+    axes.set_title("evenly / limit, by number of replicas")
     axes.legend()
 
 
@@ -148,7 +148,7 @@ def _by_parameters(axes: Axes, results: Results) -> None:
     _log_ticks(axes, points)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("million parameters")
-    axes.set_title(f"{results.replicas} replicas; 1 = the limit")
+    axes.set_title("Throughput / limit, by size of the model")
     axes.legend()
 
 
@@ -157,7 +157,7 @@ def _by_tensors(axes: Axes, points: Points) -> None:
         _line(axes, points, lambda turns, name=name: turns.excess(name, "bare1"), _COLOURS[name], _LABELS[name])
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_xlabel("parameter tensors")
-    axes.set_title("Milliseconds a step beyond bare's")
+    axes.set_title("Milliseconds beyond bare, by tensors")
     axes.legend()
 
 

@@ -104,8 +104,8 @@ def _workloads(results: Results) -> Iterator[str]:
     if results.differences:
         checked = sorted({name for found in results.differences.values() for name in found}, key=list(KINDS).index)
         yield (
-            f"## Workloads: are they right?\n\nLargest difference of a parameter after {PARITY_STEPS} steps, relative to "
-            f"how far these moved it; anything above {MOST_DIFFERENCE:.0e} is an error. Batch normalisation has "
+            f"## Workloads: are they right?\n\nLargest difference of a parameter after {PARITY_STEPS} steps, relative "
+            f"to how far these moved it; anything above {MOST_DIFFERENCE:.0e} is an error. Batch normalisation has "
             "statistics of its own in every replica, with evenly as with DDP, so there DDP is what to agree with.\n\n"
         ) + _table(
             ["", "compared with", *checked],

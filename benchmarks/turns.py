@@ -14,8 +14,8 @@ from processes import Contender
 _PAUSE_SECONDS = 0.01
 """Between turns: threads and replicas that still spin in hope of work go to sleep meanwhile."""
 _TRIAL_SECONDS = 0.25
-PARITY_STEPS = 3
-"""Few: only rounding may differ, but where a ReLU falls the other way that grows a thousandfold in three more."""
+PARITY_STEPS = 2
+"""Few: only rounding may differ, but where a ReLU falls the other way that grows a thousandfold within three more."""
 
 
 @dataclass(frozen=True)
