@@ -81,7 +81,7 @@ def _bars(axes: Axes, results: Results) -> None:
     """Throughput of every contender as a fraction of the limit's, per workload."""
     turns = {workload: found for workload, found in results.turns.items() if "limit" in found.milliseconds}
     names = [name for name in KINDS if name in _LABELS and all(name in found.milliseconds for found in turns.values())]
-    width = 0.84 / max(1, len(names))
+    width = min(0.84 / max(1, len(names)), 0.25)
     for index, name in enumerate(names):
         spreads = [found.throughput(name, "limit") for found in turns.values()]
         places = [workload + (index - (len(names) - 1) / 2) * width for workload in range(len(turns))]

@@ -48,7 +48,7 @@ class Pace:
 
     rounds: int = 15
     turn_seconds: float = 0.3
-    budget_seconds: float = 26.0
+    budget_seconds: float = 22.0
     floor: int = 5
 
     def smaller(self, share: float) -> Pace:
