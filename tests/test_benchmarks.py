@@ -19,8 +19,9 @@ MARK = "EVENLY_BENCHMARK_TEST"
 
 
 @pytest.fixture
-def environment():
-    return os.environ | {MARK: uuid.uuid4().hex}
+def environment(tmp_path):
+    # SIGKILL leaves an empty folder behind, which goes with the test's own.
+    return os.environ | {MARK: uuid.uuid4().hex, "TMPDIR": str(tmp_path)}
 
 
 def descendants(environment):
