@@ -131,10 +131,10 @@ class Call:
             found = [self._answer(replica) for replica in range(1, self.replicas)]
         try:
             remote = _unless_failed(own, found)
-        for replica in range(1, self.replicas):
-            self.model.buffers.confirm(replica)
         finally:
             del own, found  # see [Note: raised later]
+        for replica in range(1, self.replicas):
+            self.model.buffers.confirm(replica)
         self._remote = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote, base)
