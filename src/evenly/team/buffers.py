@@ -63,6 +63,8 @@ class Buffers:
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
+            if len(positions) == 1:
+                joined = joined.clone()  # a single tensor is not copied when it is joined
             sent = self._sent.get(dtype)
             if sent is None or not _same_bytes(sent, joined):
                 self._sent[dtype] = joined
