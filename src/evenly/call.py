@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +14,12 @@ from torch.autograd.profiler import record_function
 from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
+from evenly.team.exchange import Exchange, ExchangeError
 from evenly.team.execution import Graph, backward
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
 from evenly.team.values import Handle, fetch_from
+from evenly.whole_batch import Shard, in_backward, in_shard
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from evenly.team.answer import Answer
     from evenly.team.team import Team
 
-_NUMBERS_PER_CALL = 1 << 20
+_SPARSE = 2
+_NUMBERS_PER_CALL = 1 << 16
 """Values that one call may make, counted by position; numbers cost nothing."""
 
 
@@ -38,24 +39,6 @@ class Work:
 
     rows: int = 0
     seconds: float = 0.0
-
-
-class _OwnShard(threading.local):
-    """Whether this thread is computing the driver's shard of a call."""
-
-    running = False
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        before, self.running = self.running, True
-        try:
-            yield
-        finally:
-            self.running = before
-
-
-own_shard = _OwnShard()
-"""A wrapped module inside of a wrapped module just runs on its shard, here as in the replicas, which are busy."""
 
 
 class Call:
@@ -84,6 +67,16 @@ class Call:
         """Whether the user wants a gradient of this input."""
         return torch.is_grad_enabled() and leaf.value.requires_grad
 
+    def _shard(self, replica: int) -> Shard:
+        """A replica's place in the batch."""
+        rows = self.plan.rows
+        return len(rows), rows[replica] / sum(rows), self.model.sync_batchnorm
+
+    def _peers(self) -> Exchange:
+        """Where the driver adds up numbers with the other replicas in the middle of a forward or backward."""
+        assert self.team.exchange is not None  # noqa: S101 - made when the replicas were started
+        return self.team.exchange
+
     # ------------------------------------------------------------------ forward
 
     def forward(self, joiner: Callable[[Any, Sequence[Answer], int], Join], graph: bool) -> Join:
@@ -95,35 +88,37 @@ class Call:
         """
         team = self.team
         call, base = team.reserve(1), team.reserve(_NUMBERS_PER_CALL)
+        with team.nothing_half_done(call, base, _NUMBERS_PER_CALL):
+            return self._run(joiner, call, base, graph=graph)
+
+    def _run(self, joiner: Callable[[Any, Sequence[Answer], int], Join], call: int, base: int, *, graph: bool) -> Join:
+        team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
+        with record_function("evenly.forward: publish parameters"):
+            self.model.publish(training=graph)
         with record_function("evenly.forward: send shards"):
             self._send(call, base, wanted, graph)
         own: BaseException | None = None
         output: Any = None
         try:
             with record_function("evenly.forward: own shard"):
-                output, inputs = self._run_own(wanted, graph)
+                output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             own = error
         with record_function("evenly.forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
+        try:
+            remote = _unless_failed(own, found)
+        finally:
+            del own, found  # see [Note: raised later]
         self._remote = RemoteGraph(team, call)
-        failure = own or next((answer for answer in found if isinstance(answer, BaseException)), None)
-        if failure is not None:
-            team.release(team.generation, value=base)
-            for answer in found:
-                if not isinstance(answer, BaseException):
-                    for tensor in answer.tensors:
-                        team.release(team.generation, value=base + tensor.position)
-            raise failure
-        remote = [answer for answer in found if not isinstance(answer, BaseException)]
         with record_function("evenly.forward: join"):
             self._join = joiner(output, remote, base)
         tensors = answers.tensors_of(output)
         self._graph = Graph(tensors, inputs) if graph else None
         self._differentiable = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
-        self._with_graphs = [replica for replica, flags in enumerate(self._differentiable, 1) if any(flags)]
         return self._join
 
     def _send(self, call: int, base: int, wanted: list[bool], graph: bool) -> None:
@@ -165,10 +160,11 @@ class Call:
                     described.append((True, spec, -1, -1))
                     tensors.append(flat)
             header = (
-                int(Command.CALL), model.number, call, base, plan.rows[replica], context, state, buffer_specs,
-                parcel.payload, tuple(described),
+                int(Command.CALL), model.number, call, base, plan.rows[replica], self._shard(replica), context, state,
+                buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
+        model.buffers.confirm()
 
     def _resident(self, leaf: TensorLeaf) -> Handle | None:
         """The handle of an input whose rows are in the replicas already, as they are to be split."""
@@ -179,7 +175,7 @@ class Call:
         fits = shards is not None and shards.team is self.team and shards.dim == leaf.dim
         return shards.handle if shards is not None and fits and shards.rows == self.plan.rows else None
 
-    def _run_own(self, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
+    def _run_own(self, call: int, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
         started = time.perf_counter()
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor | None] = []
@@ -191,7 +187,8 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        with own_shard.run(), shared_cores(threads_per_replica(self.team.size)), torch.set_grad_enabled(graph):
+        threads = threads_per_replica(self.team.size)
+        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self._peers(), call, self._shard(0)):
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -256,6 +253,14 @@ class Call:
         team.phase = "backward"
         base = team.reserve(_NUMBERS_PER_CALL)
         team.tell_released()
+        with team.nothing_half_done(0 if keep else remote.call, base, _NUMBERS_PER_CALL):
+            return self._run_backward(graph, remote, join, gradients, inputs, base, keep=keep)
+
+    def _run_backward(
+        self, graph: Graph, remote: RemoteGraph, join: Join, gradients: Sequence[Tensor | None],
+        inputs: Sequence[int], base: int, *, keep: bool,
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+        team = self.team
         with record_function("evenly.backward: send gradients"):
             own = self._send_gradients(join, gradients, base, keep=keep)
         if not keep:
@@ -266,19 +271,18 @@ class Call:
         try:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
-                with own_shard.run(), shared_cores(threads_per_replica(team.size)):
+                with shared_cores(threads_per_replica(team.size)), in_backward(self._peers(), base, self.replicas):
                     mine = backward(graph, own, self.model.leaves, keep=keep)
                 self.work.seconds += time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+            self._peers().refuse(base)
             failure = error
         with record_function("evenly.backward: wait for replicas"):
-            replies = [self._reply(replica) for replica in self._with_graphs]
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                failure = failure or reply
-        if failure is not None:
-            raise failure
-        done = [reply for reply in replies if not isinstance(reply, BaseException)]
+            replies = [self._reply(replica) for replica in range(1, self.replicas)]
+        try:
+            done = _unless_failed(failure, replies)
+        finally:
+            del failure, replies  # see [Note: raised later]
         with record_function("evenly.backward: sum gradients"):
             total = self._sum(mine[0], done, list(own.values()))
         return [total[position] for position in self._trainable], [
@@ -312,8 +316,9 @@ class Call:
                     spec, flat = wire_form(part)
                     specs[replica - 1].append((position, True, spec))
                     data[replica - 1].append(flat)
-        for replica in self._with_graphs:
-            header = (int(Command.BACKWARD), self._remote.call, keep, base, tuple(specs[replica - 1]))
+        for replica in range(1, self.replicas):
+            call = self._remote.call if any(self._differentiable[replica - 1]) else 0
+            header = (int(Command.BACKWARD), call, keep, base, self.replicas, tuple(specs[replica - 1]))
             self.team.ask(replica, encode(header), data[replica - 1])
         return own
 
@@ -327,7 +332,7 @@ class Call:
         return _Reply(replica, present, inputs, unpack(payload, tensors) if payload else [])
 
     def _sum(self, own: list[Tensor | None], replies: list[_Reply], incoming: list[Tensor]) -> list[Tensor | None]:
-        """Gradients of all leaves: the driver's, plus those that the replicas left in shared memory, in their order."""
+        """Gradients of all leaves: the driver's, plus those of the replicas, in their order."""
         total = list(own)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in incoming}
         for position, gradient in enumerate(total):
@@ -338,25 +343,14 @@ class Call:
                 and (gradient.untyped_storage().data_ptr() in foreign)
             ):
                 total[position] = gradient.clone()
+        assert self.model.collectives is not None  # noqa: S101 - it had a forward
+        total = self.model.collectives.total(total, {reply.replica: reply.present for reply in replies})
         for reply in replies:
-            shared = self.model.gradients[reply.replica - 1]
             sparse = iter(reply.sparse)
-            sums: list[Tensor] = []
-            addends: list[Tensor] = []
             for position, present in enumerate(reply.present):
-                if present == 0:
-                    continue
-                addend = shared[position] if present == 1 else next(sparse)
-                before = total[position]
-                if before is None:
-                    total[position] = addend.clone()
-                elif before.layout is torch.strided and present == 1:
-                    sums.append(before)
-                    addends.append(addend)
-                else:
-                    total[position] = before + addend
-            if sums:
-                torch._foreach_add_(sums, addends)  # pyright: ignore[reportPrivateUsage]
+                if present == _SPARSE:
+                    before, addend = total[position], next(sparse)
+                    total[position] = addend if before is None else before + addend
         return total
 
     def _input_gradient(self, position: int, own: Tensor | None, replies: list[_Reply], base: int) -> Tensor | None:
@@ -418,6 +412,26 @@ class RemoteGraph:
 
     def __del__(self) -> None:
         self.team.release(self.generation, call=self.call)
+
+
+_T = TypeVar("_T")
+
+
+def _unless_failed(own: BaseException | None, found: Sequence[_T | BaseException]) -> list[_T]:
+    """What the replicas answered.
+
+    Raises:
+        BaseException: What the driver's own shard or a replica failed with: the first, but rather not a failure that
+            only says that another replica failed.
+    """
+    failures = [failure for failure in (own, *found) if isinstance(failure, BaseException)]
+    if not failures:
+        return [answer for answer in found if not isinstance(answer, BaseException)]
+    failure = next((failure for failure in failures if not isinstance(failure, ExchangeError)), failures[0])
+    try:
+        raise failure
+    finally:
+        del own, found, failures, failure  # see [Note: raised later] in team.py
 
 
 def _is_view_of(part: Tensor, whole: Tensor) -> bool:

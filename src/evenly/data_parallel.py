@@ -13,14 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from evenly import bridge
 from evenly.batch import plan_split
-from evenly.call import Call, Work, own_shard
+from evenly.call import Call, Work
 from evenly.devices import Device, resolve_devices
 from evenly.outputs import SCALAR_RULES
 from evenly.probing import Outputs
 from evenly.replicated import Replicated
 from evenly.rows import split_rows
+from evenly.team.collectives import Kind
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
+from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 
 
@@ -64,6 +66,11 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         out_dims: The same for the outputs. Found out by default.
         scalar_outputs: What 0-dim outputs are: "mean" or "sum" over the rows, "stack" for one entry per replica, or a
             structure of these. Found out by default.
+        sync_batchnorm: Whether batch normalisation in training uses the statistics of the whole batch, as the bare
+            module does. By default each replica uses those of its rows, and running statistics follow replica 0.
+        collectives: How parameters get to the replicas and gradients back: "memory" (shared memory, for the CPU) or
+            "gloo" (a private process group; replicas have their own copy of the parameters). By default what suits
+            the devices.
 
     Attributes:
         module: The wrapped module.
@@ -89,6 +96,8 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         in_dims: Any = None,
         out_dims: Any = ...,
         scalar_outputs: Any = None,
+        sync_batchnorm: bool = False,
+        collectives: Kind | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if isinstance(module, DataParallel):
@@ -120,6 +129,8 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
+        self.sync_batchnorm = sync_batchnorm
+        self.collectives: Kind | None = collectives
         self._start()
 
     def _start(self) -> None:
@@ -128,7 +139,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         if len(self.device_ids) > 1 and not inside_replica():
             self._team = team = team_for(self.device_ids)
             self._work = Work()
-            self._replicated = Replicated(self.module, team)
+            self._replicated = Replicated(self.module, team, kind=self.collectives, sync_batchnorm=self.sync_batchnorm)
             self._outputs = Outputs(self._replicated, self.out_dims, self.scalar_outputs)
             with team.lock:
                 team.start()
@@ -145,9 +156,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = self._team
-        if own_shard.running:
-            return self.module(*args, **kwargs)
+        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
         devices = 1 if team is None else team.size
         plan = plan_split(
             args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
@@ -166,7 +175,9 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
                 self._replicated.settle()
 
     def _rows_needed(self) -> int:
-        """Batch normalisation cannot train on a single row."""
+        """Batch normalisation cannot train on a single row, unless it sees the other replicas' rows, too."""
+        if self.sync_batchnorm:
+            return 1
         norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))  # pyright: ignore[reportPrivateUsage]
         return 2 if any(norm.training for norm in norms) else 1
 
@@ -187,7 +198,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             mine,
             *(
                 ReplicaReport(replica, team.devices[replica], rows, seconds, memory)
-                for replica, (rows, seconds, memory) in enumerate(others, 1)
+                for replica, (rows, seconds, memory, _) in enumerate(others, 1)
             ),
         ]
 

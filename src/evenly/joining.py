@@ -260,18 +260,19 @@ class Join:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
+        return self.tree.rebuild([_fill(leaf, tensors) for leaf in self.leaves])
 
-        def fill(leaf: Any) -> Any:
-            if isinstance(leaf, _Later):
-                return tensors[leaf.position]
-            if isinstance(leaf, _PackedLater):
-                return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
-            if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
-                inner, tree = flatten(leaf, root="output", objects=True)
-                return tree.rebuild([fill(item) if isinstance(item, _Later) else item for item in inner])
-            return leaf
 
-        return self.tree.rebuild([fill(leaf) for leaf in self.leaves])
+def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
+    # Not a closure: one that calls itself is a reference cycle, which would keep the tensors.
+    if isinstance(leaf, _Later):
+        return tensors[leaf.position]
+    if isinstance(leaf, _PackedLater):
+        return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
+    if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
+        inner, tree = flatten(leaf, root="output", objects=True)
+        return tree.rebuild([_fill(item, tensors) if isinstance(item, _Later) else item for item in inner])
+    return leaf
 
 
 def agree(a: Tensor, b: Tensor) -> bool:

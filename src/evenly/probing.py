@@ -181,7 +181,10 @@ class Outputs:
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
         context = probing_context(capture(team.size), autocast=way.autocast, dtype=way.dtype)
         dtype = -1 if way.dtype is None else DTYPE_NUMBER[way.dtype]
-        header = (int(Command.PROBE), self.model.number, context, way.training, dtype, parcel.payload, specs)
+        header = (
+            int(Command.PROBE), self.model.number, context, way.training, dtype, self.model.sync_batchnorm, counts,
+            parcel.payload, specs,
+        )  # fmt: skip
         team.ask(1, encode(header), data)
         answer = team.answer(1)
         if isinstance(answer, BaseException):

@@ -15,14 +15,19 @@ its numerator / whole denominator, times (rows of the batch / its own rows).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from evenly.team.exchange import ExchangeError
+
+if TYPE_CHECKING:
+    from evenly.team.exchange import Exchange
 
 
 class Summer(Protocol):
@@ -76,7 +81,7 @@ class _Sum(torch.autograd.Function):
 
 
 @contextmanager
-def summing(summer: Summer) -> Iterator[None]:
+def _summing(summer: Summer | None) -> Generator[None]:
     """Let :func:`whole_batch` in this thread add up with ``summer``."""
     before, _current.summer = _current.summer, summer
     try:
@@ -85,22 +90,95 @@ def summing(summer: Summer) -> Iterator[None]:
         _current.summer = before
 
 
+Shard: TypeAlias = "tuple[int, float, bool]"
+"""What a replica must know of its place in the batch: how many replicas take part, its share of the rows, and whether
+batch normalisation is synchronised."""
+
+
+@contextmanager
+def in_shard(exchange: Exchange, number: int, shard: Shard) -> Generator[None]:
+    """Run one replica's forward, the ``number``-th, on its shard."""
+    taking_part, share, sync_batchnorm = shard
+    exchange.begin(number, taking_part)
+    try:
+        with _summing(exchange), WholeBatch(share, sync_batchnorm=sync_batchnorm):
+            yield
+    finally:
+        exchange.end()
+
+
+@contextmanager
+def in_backward(exchange: Exchange, number: int, taking_part: int) -> Generator[None]:
+    """Run one replica's backward, the ``number``-th, in which sums over the batch sum up gradients."""
+    exchange.begin(number, taking_part)
+    try:
+        yield
+    finally:
+        exchange.end()
+
+
+def inside_shard() -> bool:
+    """Whether a replica's forward is running in this thread."""
+    return _current.summer is not None
+
+
+def probed(
+    module: nn.Module, calls: Sequence[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
+) -> list[Any]:
+    """Outputs of a probe: for all rows, the first part, the second part, and all rows again.
+
+    In the parts, sums over the whole batch are those that the run over all rows found in the same order, so that the
+    parts return what replicas would.
+    """
+    total = sum(rows)
+    record = _Record()
+    again = _Record()
+    summers = (record, _Replay(record.sums), _Replay(record.sums), again)
+    outputs: list[Any] = []
+    for (args, kwargs), summer, count in zip(calls, summers, (total, *rows, total), strict=True):
+        with _summing(summer), WholeBatch(count / total, sync_batchnorm=sync_batchnorm):
+            outputs.append(module(*args, **kwargs))
+    return outputs
+
+
+class _Record:
+    """The sums of a run over all rows."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.sums.append(tensor.detach().clone())
+        return tensor.detach().clone()
+
+
+class _Replay:
+    """Gives the sums that another run recorded."""
+
+    def __init__(self, sums: list[Tensor]) -> None:
+        self._sums = sums
+        self._next = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self._next == len(self._sums) or self._sums[self._next].shape != tensor.shape:
+            message = "what is summed over the whole batch depends on the rows"
+            raise ExchangeError(message)
+        self._next += 1
+        return self._sums[self._next - 1].clone()
+
+
 class WholeBatch(TorchFunctionMode):
     """Computes over the whole batch what means something else on a shard.
 
     Args:
         share: This replica's rows as a fraction of the batch's.
         sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
-
-    Attributes:
-        used: Whether there was anything to do. A model that never needs it can be spared the detour.
     """
 
     def __init__(self, share: float, *, sync_batchnorm: bool = False) -> None:
         super().__init__()
         self.share = share
         self.sync_batchnorm = sync_batchnorm
-        self.used = False
 
     def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -119,7 +197,6 @@ class WholeBatch(TorchFunctionMode):
 
     def mean(self, numerator: Tensor, denominator: Tensor) -> Tensor:
         """A sum divided by a count, over the whole batch; see [Note: scaled means]."""
-        self.used = True
         return numerator / whole_batch(denominator).to(numerator.dtype) / self.share
 
 
@@ -181,7 +258,6 @@ def _batch_norm(
 ) -> Tensor:
     if not training or not mode.sync_batchnorm or _current.summer is None:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    mode.used = True
     dims = [dim for dim in range(input.dim()) if dim != 1]
     shape = [1, -1, *[1] * (input.dim() - 2)]
     # Means first, then squares of what deviates from them: a sum of squares alone would cancel.

@@ -41,6 +41,7 @@ class Buffers:
         """What the driver sent last, on both sides, joined per dtype."""
         self._up_to_date: dict[torch.dtype, set[int]] = {dtype: set() for dtype in self._groups}
         """In the driver: which replicas have it. With few rows some take no part in a call."""
+        self._sending: dict[torch.dtype, set[int]] = {}
 
     def current(self) -> list[Tensor]:
         """The buffers as they are now."""
@@ -59,7 +60,11 @@ class Buffers:
         )
 
     def refresh(self) -> None:
-        """In the driver, before a call: take the values as they are now."""
+        """In the driver, before a call: take the values as they are now.
+
+        Unless :meth:`confirm` follows, what is sent with the call is sent again with the next: it may not have come.
+        """
+        self._sending = {dtype: set() for dtype in self._groups}
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
@@ -78,11 +83,16 @@ class Buffers:
             if replica in known:
                 specs.append(None)
                 continue
-            known.add(replica)
+            self._sending[dtype].add(replica)
             spec, flat = wire_form(self._sent[dtype])
             specs.append(spec)
             data.append(flat)
         return tuple(specs), data
+
+    def confirm(self) -> None:
+        """What :meth:`outgoing` said has been sent."""
+        for dtype, replicas in self._sending.items():
+            self._up_to_date[dtype] |= replicas
 
     def receive(self, channel: Channel, specs: tuple[Any, ...]) -> None:
         """In a replica: take over what the driver sent, and undo what an earlier forward here did to the rest.

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -100,12 +101,12 @@ def random_state() -> RandomState:
     """
     generator = torch.get_rng_state()
     content = ctypes.string_at(generator.data_ptr(), generator.numel())  # `bytes(storage)` takes 7 ms
-    python = hash(random.getstate()[1]).to_bytes(8, "little", signed=True)
+    _, numbers, gauss = random.getstate()
+    python = repr((hash(numbers), gauss)).encode()  # numbers have the same hash in all processes, None has not
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return _digest(content), python, b""
-    state = numpy.random.get_state(legacy=False)["state"]
-    return _digest(content), python, _digest(state["key"].tobytes() + int(state["pos"]).to_bytes(8, "little"))
+    # Whatever bit generator is in use: pickled, which is faster than to look at its parts.
+    others = b"" if numpy is None else _digest(pickle.dumps(numpy.random.get_state(legacy=False)))
+    return _digest(content), _digest(python), others
 
 
 def seed(state: RandomState, replica: int) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 CAPACITY_BYTES = 1 << 16
 """Of one place. Larger tensors are added up in pieces."""
 _WORD_BYTES = 64  # a counter has a cache line of its own
-_STEPS = 1 << 20
-"""Steps of one forward or backward; the last one says that there will be no more."""
+_STEPS = 1 << 16
+"""More sums than one forward or backward has."""
 _NAP_SECONDS = 0.1
 _SPIN_SECONDS = 0.002
 
@@ -66,8 +66,7 @@ class Exchange:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._replicas = replicas
         self._taking_part = 1
-        self._step = 0
-        self._last = 0
+        self._first = self._step = 0
         self._spin = _SPIN_SECONDS if replicas <= len(os.sched_getaffinity(0)) else _SPIN_SECONDS / 100
 
     def begin(self, number: int, taking_part: int) -> None:
@@ -78,19 +77,16 @@ class Exchange:
             taking_part: Replicas 0 to ``taking_part`` - 1 have rows.
         """
         self._taking_part = taking_part
-        self._step = number * _STEPS
-        self._last = self._step + _STEPS - 1
+        self._step = self._first = number * _STEPS
 
     def end(self) -> None:
         """Say that this replica takes part in no further sum of this forward or backward, for whatever reason."""
-        if self._last:
-            self._post(self._last)
-            self._last = 0
+        self._post(ended=True)
 
-    @property
-    def active(self) -> bool:
-        """Whether a forward or backward over several replicas is going on here."""
-        return bool(self._last) and self._taking_part > 1
+    def refuse(self, number: int) -> None:
+        """Take part in no sum of the forward or backward ``number``, which this replica does not even begin."""
+        self.begin(number, 1)
+        self.end()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of ``tensor`` over all replicas that take part; all must call this alike.
@@ -112,7 +108,7 @@ class Exchange:
         mine = self._place(self.index)
         ctypes.c_uint64.from_address(mine).value = size
         ctypes.memmove(mine + _WORD_BYTES, piece.data_ptr(), size)
-        self._post(self._step)
+        self._post(ended=False)
         total: Tensor | None = None
         for replica in range(self._taking_part):
             self._await(replica)
@@ -134,35 +130,33 @@ class Exchange:
         turn = self._step % 2
         return self._address + self._replicas * _WORD_BYTES + (2 * replica + turn) * CAPACITY_BYTES
 
-    def _post(self, value: int) -> None:
-        self._words[self.index * _WORD_BYTES // 8] = value
+    def _post(self, *, ended: bool) -> None:
+        # The counter is the number of the step, and one bit that says that no further step follows.
+        self._words[self.index * _WORD_BYTES // 8] = self._step * 2 + ended
         if _FUTEX is not None:
             _libc.syscall(_FUTEX, ctypes.c_void_p(self._address + self.index * _WORD_BYTES), _FUTEX_WAKE, 1 << 30, None)
 
     def _await(self, replica: int) -> None:
         word = replica * _WORD_BYTES // 8
         deadline = time.perf_counter() + self._spin
-        while self._words[word] < self._step:
+        while (seen := self._words[word]) // 2 < self._step:
+            if seen % 2 and seen // 2 >= self._first:
+                message = (
+                    f"replica {replica} ended without the sum over the whole batch that replica {self.index} waits "
+                    "for: all replicas must compute the same losses and statistics inside of forward"
+                )
+                raise ExchangeError(message)
             if time.perf_counter() > deadline:
-                self._sleep(replica, word)
+                self._sleep(replica, seen)
             else:
                 os.sched_yield()
-        if self._words[word] == self._last:
-            message = (
-                f"replica {replica} ended without the sum over the whole batch that replica {self.index} waits for: "
-                "all replicas must compute the same losses and statistics inside of forward"
-            )
-            raise ExchangeError(message)
 
-    def _sleep(self, replica: int, word: int) -> None:
-        """Block until the counter moves, or for a moment."""
-        seen = self._words[word]
-        if seen >= self._step:
-            return
+    def _sleep(self, replica: int, seen: int) -> None:
+        """Block until a counter is no longer what was ``seen``, or for a moment."""
         if _FUTEX is None:
             time.sleep(0.0005)
         else:
-            # The kernel compares the counter's low half with what was seen before it lets us sleep: no wake is lost.
+            # The kernel compares the counter's low half with what was seen before it lets us sleep: no wake-up is lost.
             pointer = ctypes.c_void_p(self._address + replica * _WORD_BYTES)
             low = ctypes.c_uint32(seen & 0xFFFFFFFF)
             _libc.syscall(_FUTEX, pointer, _FUTEX_WAIT, low, ctypes.byref(_NAP))

@@ -6,22 +6,32 @@ in the current directory must get in the way of that.
 
 from __future__ import annotations
 
+import os
 import sys
 
-sys.path.pop(0)  # this file's folder, whose module names are no top-level names
+# This file's folder, whose module names are no top-level names (it is not there with -I or -P).
+if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):  # noqa: PTH100, PTH120
+    del sys.path[0]
 
 
 def _start() -> None:
+    settings, sock, memory, last_words, index, count, parent = (int(argument) for argument in sys.argv[1:8])
     import json
-    import os
 
-    settings, *numbers = (int(argument) for argument in sys.argv[1:7])
-    with os.fdopen(settings, "rb") as file:
-        sys.path[:] = json.load(file)
-    from evenly.team.replica import main
+    try:
+        with os.fdopen(settings, "rb") as file:
+            # Modules that look at the arguments when they are imported shall see the program's.
+            sys.path[:], sys.argv[:] = json.load(file)
+        from evenly.team.lifeline import end_with_driver
 
-    sock, memory, last_words, index, count = numbers
-    main(sock, memory, last_words, index, count, int(sys.argv[7]))
+        end_with_driver(parent)
+        from evenly.team.replica import main
+    except BaseException:
+        import traceback
+
+        os.write(last_words, traceback.format_exc().encode())
+        os._exit(1)
+    main(sock, memory, last_words, index, count)
 
 
 _start()
