@@ -170,7 +170,13 @@ class _Result:
 
 
 def _run(
-    function: Callable[..., Any], sample: Any, value: Any, args: Any, kwargs: Any, seen: dict[int, Any], variant: Variant
+    function: Callable[..., Any],
+    sample: Any,
+    value: Any,
+    args: Any,
+    kwargs: Any,
+    seen: dict[int, Any],
+    variant: Variant,
 ) -> _Result:
     result = _Result(None, [], [], [], [])
     try:
