@@ -29,7 +29,7 @@ def run(call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join]) -> Any
         return join.build(join.take())
     values = [call.leaves[position].value for position in inputs]
     state = _State(call, joiner, inputs)
-    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))
+    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))  # pyright: ignore[reportUnknownMemberType]
     join = state.join
     assert join is not None  # noqa: S101 - set by the forward
     return join.build(outputs or ())
@@ -73,15 +73,17 @@ class _Bridge(torch.autograd.Function):
         if all(gradient is None for gradient in gradients):
             return (None,) * (1 + len(ctx.tensors))
         if torch.is_grad_enabled():  # create_graph=True
-            return (None, *_GradientBridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
+            bridge = cast("Any", _GradientBridge)
+            return (None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
         with reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=keep)
         return (None, *found.parameters, *found.inputs)
 
 
 class _GradientBridge(torch.autograd.Function):
-    """The backward of the model as one node of the driver's graph: incoming gradients, parameters and inputs go in,
-    gradients of parameters and inputs come out.
+    """The backward of the model as one node of the driver's graph.
+
+    Incoming gradients, parameters and inputs go in, gradients of parameters and inputs come out.
     """
 
     @staticmethod
@@ -115,10 +117,11 @@ def _no_further(results: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]
         "module (model.module)"
     )
     present = [result.detach().requires_grad_() for result in results if result is not None]
-    refusing = iter(torch._C._functions.DelayedError(message.encode(), len(present))(*present))  # pyright: ignore
+    error = cast("Any", torch._C)._functions.DelayedError  # torch's own way to refuse when it comes to it
+    refusing = iter(error(message.encode(), len(present))(*present))
     return tuple([None if result is None else next(refusing) for result in results])
 
 
 def _keeps_graph() -> bool:
     """Whether the backward that is running leaves the graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+    return bool(cast("Any", torch._C)._autograd._get_current_graph_task_keep_graph())

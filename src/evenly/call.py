@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, resident, unless_failed
+from evenly.ends import resident
+from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, unless_failed
 from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
@@ -23,8 +24,8 @@ from evenly.whole_batch import Shard, in_shard
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
+    from evenly.ends import End
     from evenly.joining import Join
-    from evenly.reverse import End
     from evenly.replicated import Replicated
     from evenly.team.answer import Answer
     from evenly.team.team import Team
@@ -101,10 +102,11 @@ class Call:
             self._send(call, base, wanted, graph)
         own: BaseException | None = None
         output: Any = None
+        inputs: dict[int, Tensor] = {}
         try:
             with record_function("evenly.forward: own shard"):
                 output, inputs = self._run_own(call, wanted, graph)
-        except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+        except Exception as error:
             self.peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             own = error
         with record_function("evenly.forward: wait for replicas"):
@@ -190,7 +192,7 @@ class Call:
         found = self.team.answer(replica)
         if isinstance(found, BaseException):
             return found
-        outline, metas, specs, changed = found
+        outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
         channel = self.team.channel(replica)
         tensors = [receive_tensor(channel, spec) for spec in specs]
         changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]
@@ -198,7 +200,7 @@ class Call:
             answer = answers.read(unpack(outline, tensors), metas)
             for position, tensor in changes:
                 self._follow_change(replica, self.leaves[position], tensor)
-        except Exception as error:  # noqa: BLE001 - raised by the caller, when all replicas have answered
+        except Exception as error:
             return error
         return answer
 

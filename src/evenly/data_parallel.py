@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -170,7 +171,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             self._replicated.sync()
             call = Call(self._replicated, plan, self._work)
             try:
-                return bridge.run(call, lambda *outputs: self._outputs.join(plan, *outputs))
+                return bridge.run(call, partial(self._outputs.join, plan))
             finally:
                 self._replicated.settle()
 
@@ -211,7 +212,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
         self._start()
 
 
@@ -242,7 +243,9 @@ def data_parallel(
     Args:
         module: The module.
         inputs: Its positional arguments: a tuple, or one that is not a tuple.
-        device_ids, output_device, dim: As for :class:`DataParallel`.
+        device_ids: As for :class:`DataParallel`.
+        output_device: As for :class:`DataParallel`.
+        dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
     """
     arguments = cast(

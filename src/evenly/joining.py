@@ -35,9 +35,6 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
-Gradients = dict[int, Tensor]
-"""What flows into one replica's outputs, by position."""
-
 
 @dataclass(eq=False)
 class Joint:
@@ -74,7 +71,7 @@ class Joint:
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
         if dealt is not None:
-            return list(gradient.split(dealt[2], dealt[1]))
+            return list(torch.split(gradient, list(dealt[2]), dealt[1]))
         if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
@@ -217,10 +214,10 @@ class Joiner:
             if not agree(local, found) or (unknown and bool((local.ne(0) & local.isfinite()).any())):
                 reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
                 message = (
-                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
-                    f"it cannot be joined{reason}. Say how it depends on the batch with out_dims= or scalar_outputs= "
-                    '("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows needs '
-                    "reduction='none' in forward, and its reduction outside"
+                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica "
+                    f"{replica}: it cannot be joined{reason}. Say how it depends on the batch with out_dims= or "
+                    'scalar_outputs= ("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows '
+                    "needs reduction='none' in forward, and its reduction outside"
                 )
                 raise ValueError(message)
 

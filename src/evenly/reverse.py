@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
 from evenly.team.exchange import ExchangeError
@@ -25,72 +26,12 @@ from evenly.team.values import Handle, fetch_from
 from evenly.whole_batch import in_backward
 
 if TYPE_CHECKING:
-    from evenly.batch import SplitPlan, TensorLeaf
     from evenly.call import Call
     from evenly.team.team import Team
 
 NUMBERS_PER_CALL = 1 << 16
 """Values that one call may make, counted by position; numbers cost nothing."""
 _SPARSE = 2
-
-
-class End(Protocol):
-    """One tensor that gradients come back to: an output of the model, or a gradient of it.
-
-    Attributes:
-        positions: Where each replica has its part of it, among the outputs of its graph; None where it has none.
-    """
-
-    @property
-    def positions(self) -> tuple[int | None, ...]:
-        """See the class."""
-        ...
-
-    def spread(self, gradient: Tensor) -> Sequence[Tensor | Handle | None]:
-        """What flows into each replica's part."""
-        ...
-
-    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
-        """The reverse of :meth:`spread`: the gradient of the gradient, from those of what flowed into the parts.
-
-        Args:
-            parts: One per replica; with a ``handle`` only the driver's.
-            handle: The other replicas' parts where they are, when all have one.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class _OfParameter:
-    """The gradient of a parameter, which is the sum of all replicas'."""
-
-    positions: tuple[int | None, ...]
-
-    def spread(self, gradient: Tensor) -> Sequence[Tensor | Handle | None]:
-        return [plain(gradient)] * len(self.positions)
-
-    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
-        raise NotImplementedError  # only beyond second order
-
-
-@dataclass(frozen=True)
-class _OfInput:
-    """The gradient of an input, which lies where its rows are."""
-
-    positions: tuple[int | None, ...]
-    team: Team
-    plan: SplitPlan
-    leaf: TensorLeaf
-
-    def spread(self, gradient: Tensor) -> Sequence[Tensor | Handle | None]:
-        leaf = replace(self.leaf, value=gradient)
-        handle = resident(self.team, self.plan, leaf)
-        own = self.plan.cut(leaf, 0)
-        others = range(1, len(self.positions))
-        return [own, *(handle if handle is not None else self.plan.cut(leaf, replica) for replica in others)]
-
-    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
-        raise NotImplementedError  # only beyond second order
 
 
 class Reverse:
@@ -165,7 +106,7 @@ class Reverse:
                 [back.flow(self.call.first_ends[number]) for number in flows],
             )
             if mine.second is not None:
-                found.reverse = self._reverse_of(found, inputs, mine, replies, second)
+                found.reverse = self._reverse_of(inputs, mine, replies, second)
         return found
 
     def _run_all(
@@ -185,7 +126,7 @@ class Reverse:
                     else:
                         mine = _Mine(*backward(graph, own, call.model.leaves, keep=keep))
                 call.work.seconds += time.perf_counter() - started
-        except Exception as error:  # noqa: BLE001 - raised again below, when the replicas are done
+        except Exception as error:
             call.peers().refuse(base)
             failure = error
         with record_function("evenly.backward: wait for replicas"):
@@ -270,23 +211,21 @@ class Reverse:
             return ShardedTensor.of_rows(self.team, own, handle, leaf.dim, call.plan.rows)
         return call.plan.merge(leaf, [own, *back.fetched(position)])
 
-    def _reverse_of(
-        self, found: Gradients, inputs: Sequence[int], mine: _Mine, replies: list[_Reply], second: int
-    ) -> Reverse:
+    def _reverse_of(self, inputs: Sequence[int], mine: _Mine, replies: list[_Reply], second: int) -> Reverse:
         """The way back through the gradients that were just found."""
         call = self.call
         assert mine.second is not None  # noqa: S101 - asked for
         count = len(call.model.leaves)
         order = {position: count + number for number, position in enumerate(mine.inputs)}
         everywhere = call.replicas
-        ends: list[End] = [_OfParameter((position,) * everywhere) for position in call.trainable]
-        for position in inputs:
-            ends.append(_OfInput((order[position],) * everywhere, self.team, call.plan, call.leaves[position]))
+        ends: list[End] = [OfParameter((position,) * everywhere) for position in call.trainable]
+        ends += [
+            OfInput((order[position],) * everywhere, self.team, call.plan, call.leaves[position]) for position in inputs
+        ]
         flags: list[list[bool]] = []
         for reply in replies:
             has = [bool(present) for present in reply.present] or [False] * count
             flags.append(has + [bool(reply.inputs.get(position)) for position in order])
-        del found
         return Reverse(call, mine.second, RemoteGraph(self.team, second), ends, flags)
 
 
@@ -398,16 +337,6 @@ class RemoteGraph:
 
     def __del__(self) -> None:
         self.team.release(self.generation, call=self.call)
-
-
-def resident(team: Team, plan: SplitPlan, leaf: TensorLeaf) -> Handle | None:
-    """The handle of an input whose rows are in the replicas already, as they are to be split."""
-    value = leaf.value
-    if not isinstance(value, ShardedTensor) or leaf.dim is None or leaf.item is not None:
-        return None
-    shards = value.shards
-    fits = shards is not None and shards.team is team and shards.dim == leaf.dim
-    return shards.handle if shards is not None and fits and shards.rows == plan.rows else None
 
 
 _T = TypeVar("_T")

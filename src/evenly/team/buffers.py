@@ -74,8 +74,10 @@ class Buffers:
                 self._up_to_date[dtype] = set()
 
     def outgoing(self, replica: int) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send to a replica with a call: per dtype a description of the joined buffers, or None if it knows
-        them already; the data.
+        """What to send to a replica with a call.
+
+        Returns:
+            Per dtype a description of the joined buffers, or None if the replica knows them already; the data.
         """
         specs: list[Any] = []
         data: list[Tensor] = []
