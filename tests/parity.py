@@ -115,7 +115,9 @@ def compare(found: Any, expected: Any, path: str = "", tolerance: float | None =
     assert not problems, "evenly != bare\n" + "\n".join(problems[:12])
 
 
-def _differences(found: Any, expected: Any, path: str, tolerance: float | None) -> Iterator[str]:
+def _differences(  # noqa: C901, PLR0912 - one branch per kind of value
+    found: Any, expected: Any, path: str, tolerance: float | None
+) -> Iterator[str]:
     if isinstance(expected, Tensor):
         yield from _tensor_differences(found, expected, path, tolerance)
         return
@@ -173,7 +175,8 @@ def _tensor_differences(found: Any, expected: Tensor, path: str, tolerance: floa
     scale = max(float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0, 1e-30)
     if not torch.allclose(one, other, rtol=0, atol=limit * scale, equal_nan=True):
         off = float((one - other).abs().nan_to_num(0).max()) / scale
-        yield f"{path} (shape {list(other.shape)}) is off by {off:.1e}, allowed {limit:.0e}: {_show(one)} vs {_show(other)}"
+        values = f"{_show(one)} vs {_show(other)}"
+        yield f"{path} (shape {list(other.shape)}) is off by {off:.1e}, allowed {limit:.0e}: {values}"
 
 
 def _show(tensor: Tensor) -> str:

@@ -262,7 +262,7 @@ def test_an_argument_that_forward_changes_in_place():
         return layer(x)
 
     def loop(model):
-        x, item = rows(5), {"box": rows(2)}
+        x = rows(5)
         items = [{"box": rows(2, seed=i)} for i in range(5)]
         output = model(x, items)
         return output, x, items

@@ -242,6 +242,7 @@ def test_a_saved_model_loads_in_a_process_without_replicas(tmp_path):
     model = wrap(nn.Linear(3, 2))
     torch.save(model, tmp_path / "model.pt")
     expected = model.module(torch.ones(2, 3)).sum().item()
-    code = f"import torch; print(torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)(torch.ones(2, 3)).sum().item())"
+    load = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    code = f"import torch; print({load}(torch.ones(2, 3)).sum().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert float(found.stdout) == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from evenly import bridge
 from evenly.batch import plan_split
-from evenly.call import Call, Work, own_shard
+from evenly.call import Call, Work
 from evenly.devices import Device, resolve_devices
 from evenly.outputs import SCALAR_RULES
 from evenly.probing import Outputs
@@ -22,6 +23,7 @@ from evenly.rows import split_rows
 from evenly.team.collectives import Kind
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
+from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 
 
@@ -155,9 +157,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = self._team
-        if own_shard.running:
-            return self.module(*args, **kwargs)
+        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
         devices = 1 if team is None else team.size
         plan = plan_split(
             args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
@@ -171,7 +171,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             self._replicated.sync()
             call = Call(self._replicated, plan, self._work)
             try:
-                return bridge.run(call, lambda *outputs: self._outputs.join(plan, *outputs))
+                return bridge.run(call, partial(self._outputs.join, plan))
             finally:
                 self._replicated.settle()
 
@@ -212,7 +212,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
         self._start()
 
 
@@ -243,7 +243,9 @@ def data_parallel(
     Args:
         module: The module.
         inputs: Its positional arguments: a tuple, or one that is not a tuple.
-        device_ids, output_device, dim: As for :class:`DataParallel`.
+        device_ids: As for :class:`DataParallel`.
+        output_device: As for :class:`DataParallel`.
+        dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
     """
     arguments = cast(

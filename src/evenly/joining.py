@@ -35,9 +35,6 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
-Gradients = dict[int, Tensor]
-"""What flows into one replica's outputs, by position."""
-
 
 @dataclass(eq=False)
 class Joint:
@@ -74,12 +71,40 @@ class Joint:
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
         if dealt is not None:
-            return list(gradient.split(dealt[2], dealt[1]))
+            return list(torch.split(gradient, list(dealt[2]), dealt[1]))
         if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
             return [gradient] * len(self.shares)
         return [None if position is None else gradient for position in self.positions]
+
+    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
+        """The reverse of :meth:`spread`, for gradients of gradients; see :class:`evenly.reverse.End`."""
+        dealt = self.dealt
+        if handle is not None:
+            own = cast("Tensor", parts[0])
+            if dealt is not None and not isinstance(self.rule, Stack):
+                return ShardedTensor.of_rows(dealt[0], own, handle, dealt[1], dealt[2])
+            (others,) = zip(*values.fetch(handle.team, [handle], len(self.shares)), strict=True)
+            parts = [own, *others]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        if dealt is not None:
+            filled = [
+                (present[0].new_zeros(self._part_shape(present[0], rows)) if part is None else part)
+                for part, rows in zip(parts, dealt[2], strict=True)
+            ]
+            return torch.stack(filled) if isinstance(self.rule, Stack) else torch.cat(filled, dealt[1])
+        weights = self.shares if isinstance(self.rule, (Mean, Unknown)) else (1.0,) * len(parts)
+        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if part is not None]
+        return sum(weighted[1:], weighted[0])
+
+    def _part_shape(self, like: Tensor, rows: int) -> list[int]:
+        shape = list(like.shape)
+        if self.dealt is not None and not isinstance(self.rule, Stack):
+            shape[self.dealt[1]] = rows
+        return shape
 
 
 class Joiner:
@@ -189,10 +214,10 @@ class Joiner:
             if not agree(local, found) or (unknown and bool((local.ne(0) & local.isfinite()).any())):
                 reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
                 message = (
-                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
-                    f"it cannot be joined{reason}. Say how it depends on the batch with out_dims= or scalar_outputs= "
-                    '("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows needs '
-                    "reduction='none' in forward, and its reduction outside"
+                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica "
+                    f"{replica}: it cannot be joined{reason}. Say how it depends on the batch with out_dims= or "
+                    'scalar_outputs= ("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows '
+                    "needs reduction='none' in forward, and its reduction outside"
                 )
                 raise ValueError(message)
 

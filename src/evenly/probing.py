@@ -151,12 +151,14 @@ class Outputs:
                     yield infer_rules(whole, part_a, part_b, rows, again=again), whole
                 except ReplicaDied:
                     raise
-                except Exception:  # noqa: BLE001, S112 - a model that needs more rows, say: then shapes have to tell
+                except Exception:  # noqa: S112 - a model that needs more rows, say: then shapes have to tell
                     continue
 
     def _ways(self) -> list[_Way]:
-        """In the mode of the call before eval mode, where nothing is random; without autocast, whose rounding hides
-        what is a sum; in the model's own precision, or a higher one where that is too coarse to tell.
+        """How to probe, the likeliest to tell first.
+
+        In the mode of the call before eval mode, where nothing is random; without autocast, whose rounding hides what
+        is a sum; in the model's own precision, or a higher one where that is too coarse to tell.
         """
         modes = (True, False) if self.model.module.training else (False,)
         floating = {leaf.dtype for leaf in self.model.leaves if leaf.is_floating_point()}
@@ -199,8 +201,8 @@ def _look(unit: Unit) -> tuple[Hashable, ...]:
     if unit.tensors:
         return tuple((leaf.value.dim(), leaf.dim) for leaf in unit.tensors)
     if value is None or isinstance(value, (bool, Enum)) or (isinstance(value, str) and len(value) <= _LONGEST_OPTION):
-        return (type(value), value)
-    return (type(value),)
+        return (type(value).__qualname__, value)
+    return (type(value).__qualname__,)
 
 
 def _as_meta(output: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Collectives, Kind, collectives_for
@@ -150,7 +151,7 @@ def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for leaf in leaves:
         name = names.get(id(leaf), "a tensor that the model refers to")
-        if isinstance(leaf, nn.parameter.UninitializedTensorMixin):
+        if isinstance(leaf, UninitializedTensorMixin):
             message = (
                 f"{name} has no shape yet: run one batch through the bare module first, "
                 "as lazy modules need before their parameters can be shared"

@@ -59,7 +59,10 @@ class Buffers:
         )
 
     def refresh(self) -> None:
-        """In the driver, before a call: take the values as they are now."""
+        """In the driver, before a call: take the values as they are now.
+
+        Unless :meth:`confirm` follows, what is sent with the call is sent again with the next: it may not have come.
+        """
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
@@ -71,8 +74,10 @@ class Buffers:
                 self._up_to_date[dtype] = set()
 
     def outgoing(self, replica: int) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send to a replica with a call: per dtype a description of the joined buffers, or None if it knows
-        them already; the data. :meth:`confirm` must follow when it has been sent.
+        """What to send to a replica with a call; :meth:`confirm` follows when the replica has answered.
+
+        Returns:
+            Per dtype a description of the joined buffers, or None if the replica knows them already; the data.
         """
         specs: list[Any] = []
         data: list[Tensor] = []

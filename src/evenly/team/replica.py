@@ -28,7 +28,7 @@ from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph, backward
+from evenly.team.execution import Graph, backward, differentiate
 from evenly.team.group import Group
 from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
 from evenly.team.memory import Block
@@ -36,7 +36,7 @@ from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, 
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import Shard, in_backward, in_shard, probed
+from evenly.whole_batch import Shard, in_shard, probed
 
 
 @dataclass
@@ -315,23 +315,32 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, taking_part: int, gradients: tuple[Any, ...]) -> None:
-        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
+    def run_backward(
+        self, call: int, keep: bool, again: int, base: int, shard: Shard, gradients: tuple[Any, ...]
+    ) -> None:
+        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values.
+
+        With a number ``again`` that is not 0 the graph of the gradients is kept under it.
+        """
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
             gradient = receive_tensor(self.channel, what) if inline else self.values[what]
             incoming[position] = incoming[position] + gradient if position in incoming else gradient
         if not call:  # this replica has nothing to run, but must not be waited for
-            with in_backward(self._peers(), base, taking_part):
+            with in_shard(self._peers(), base, shard):
                 pass
             self._reply(b"", (), None, ())
             return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with in_backward(self._peers(), base, taking_part), self._interruptible():
-            found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        with in_shard(self._peers(), base, shard), self._interruptible():
+            if again:
+                found, inputs, second = differentiate(graph, incoming, model.leaves)
+                self.graphs[again] = (model, second)
+            else:
+                found, inputs = backward(graph, incoming, model.leaves, keep=keep)
         model.holding.lay(found)
         present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
         sparse = [grad for grad in found if grad is not None and not is_dense(grad)]
