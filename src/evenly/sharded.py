@@ -485,13 +485,13 @@ def _scattered(tensor: Tensor, dim: int, rows: tuple[int, ...], team: Team) -> t
     found = _scattered_cache.get(key)
     if found is not None and found[0]() is tensor:
         return found[1], found[2]
-    pieces = tensor.split(rows, dim)
+    # Not views of the tensor object itself: their base would keep it, and so this entry, alive for ever.
+    pieces = tensor.data.split(rows, dim)
     handle = values.put(team, pieces[1:])
 
     def forget(_: object) -> None:
         _scattered_cache.pop(key, None)
 
-    # The pieces keep the memory, but the entry goes with the tensor object itself.
     _scattered_cache[key] = (weakref.ref(tensor, forget), pieces[0], handle)
     return pieces[0], handle
 
