@@ -22,7 +22,7 @@ from evenly.team.shipping import pack, unpack
 def raised(function: Callable[[], Any]) -> BaseException:
     try:
         function()
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         return error
     raise AssertionError
 
@@ -52,11 +52,11 @@ class KeywordOnly(RuntimeError):
         return f"code {self.code}"
 
 
-class Slotted(Exception):  # noqa: N818
+class Slotted(Exception):
     __slots__ = ("where",)
 
 
-class OwnReduce(Exception):  # noqa: N818
+class OwnReduce(Exception):
     def __init__(self, a: int, b: int) -> None:
         self.sum = a + b
 
@@ -73,7 +73,7 @@ def bad_file() -> None:
     raise BadFile("/x")
 
 
-class Unprintable(Exception):  # noqa: N818
+class Unprintable(Exception):
     def __str__(self) -> str:
         return self.missing
 
@@ -246,7 +246,7 @@ def test_tensors_come_along_unless_they_are_large() -> None:
 
 
 def test_a_class_of_a_function_comes_home_as_itself() -> None:
-    class Local(Exception):  # noqa: N818
+    class Local(Exception):
         pass
 
     assert type(across(Local("x"))) is Local

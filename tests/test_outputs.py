@@ -27,7 +27,7 @@ from evenly.outputs import (
 from evenly.probe import infer_rules, rules_from_shapes
 
 X = torch.arange(1.0, 13.0, dtype=torch.float64).view(3, 4).sin()
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 def probe(module, x=X, **options):

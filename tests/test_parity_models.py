@@ -220,7 +220,6 @@ def test_twenty_steps_of_lbfgs_with_a_closure(line_search):
 
     def loop(model):
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
-        losses = []
 
         def closure():
             optimizer.zero_grad()
@@ -228,9 +227,7 @@ def test_twenty_steps_of_lbfgs_with_a_closure(line_search):
             loss.backward()
             return loss
 
-        for _ in range(20):
-            losses.append(optimizer.step(closure))
-        return [float(loss) for loss in losses]
+        return [optimizer.step(closure).item() for _ in range(20)]
 
     # Each step depends on differences of gradients that get smaller and smaller.
     assert_same(functools.partial(make_mlp, torch.float64), loop, tolerance=1e-8)

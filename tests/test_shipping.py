@@ -283,7 +283,7 @@ def test_known_modules_are_the_receivers_own() -> None:
     assert got["module"] is theirs
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from evenly.structure import flatten
 
-Point = namedtuple("Point", ["x", "y"])  # noqa: PYI024
+Point = namedtuple("Point", ["x", "y"])
 
 
 class NamedPoint(Point):

@@ -24,7 +24,7 @@ from evenly.outputs import (
     check_and_join_values,
     check_tensor_metas,
 )  # fmt: skip
-from evenly.packed import join_samples, layout_of
+from evenly.packed import Layout, join_samples, layout_of
 from evenly.sharded import Parts, ShardedTensor
 from evenly.structure import Tree, flatten
 from evenly.team import values
@@ -34,9 +34,6 @@ from evenly.team.values import Handle
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
-
-Gradients = dict[int, Tensor]
-"""What flows into one replica's outputs, by position."""
 
 
 @dataclass(eq=False)
@@ -74,12 +71,40 @@ class Joint:
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
         if dealt is not None:
-            return list(gradient.split(dealt[2], dealt[1]))
-        if isinstance(self.rule, Mean):
+            return list(torch.split(gradient, list(dealt[2]), dealt[1]))
+        if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
             return [gradient] * len(self.shares)
         return [None if position is None else gradient for position in self.positions]
+
+    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
+        """The reverse of :meth:`spread`, for gradients of gradients; see :class:`evenly.reverse.End`."""
+        dealt = self.dealt
+        if handle is not None:
+            own = cast("Tensor", parts[0])
+            if dealt is not None and not isinstance(self.rule, Stack):
+                return ShardedTensor.of_rows(dealt[0], own, handle, dealt[1], dealt[2])
+            (others,) = zip(*values.fetch(handle.team, [handle], len(self.shares)), strict=True)
+            parts = [own, *others]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        if dealt is not None:
+            filled = [
+                (present[0].new_zeros(self._part_shape(present[0], rows)) if part is None else part)
+                for part, rows in zip(parts, dealt[2], strict=True)
+            ]
+            return torch.stack(filled) if isinstance(self.rule, Stack) else torch.cat(filled, dealt[1])
+        weights = self.shares if isinstance(self.rule, (Mean, Unknown)) else (1.0,) * len(parts)
+        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if part is not None]
+        return sum(weighted[1:], weighted[0])
+
+    def _part_shape(self, like: Tensor, rows: int) -> list[int]:
+        shape = list(like.shape)
+        if self.dealt is not None and not isinstance(self.rule, Stack):
+            shape[self.dealt[1]] = rows
+        return shape
 
 
 class Joiner:
@@ -90,14 +115,26 @@ class Joiner:
         rows: Rows of each replica.
         tree: The structure of an output, where a list that follows the rows is one leaf.
         found: The rule of each of its leaves.
+        parameters: Tensors that are the user's own, and stay so when they are returned.
+        packed: The layout of a packed input, whose order of samples packed outputs keep.
     """
 
-    def __init__(self, team: Team, rows: tuple[int, ...], tree: Tree, found: Sequence[OutputRule]) -> None:
+    def __init__(
+        self,
+        team: Team,
+        rows: tuple[int, ...],
+        tree: Tree,
+        found: Sequence[OutputRule],
+        parameters: Sequence[Tensor] = (),
+        packed: Layout | None = None,
+    ) -> None:
         self.team = team
         self.rows = rows
         self.tree = tree
         self.rules = found
         self.joints: list[Joint] = []
+        self._own = {id(parameter) for parameter in parameters}
+        self._packed_input = packed
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
@@ -128,12 +165,15 @@ class Joiner:
 
     def _tensor(
         self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
-    ) -> int | _Later:
+    ) -> Tensor | _Later:
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
         value, team = local.detach(), self.team
+        if id(local) in self._own:
+            self._check_constant(path, rule, value, handle)
+            return local
         if isinstance(rule, Rows):
             rows = tuple(count * rule.factor for count in self.rows)
             tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
@@ -148,7 +188,9 @@ class Joiner:
         else:
             self._check_constant(path, rule, value, handle)
             tensor = value
-            positions = (positions[0], *[None] * len(remote))
+            # What may be a mean as well (it was the same for all rows so far) must have the gradient of one.
+            if not isinstance(rule, Unknown):
+                positions = (positions[0], *[None] * len(remote))
         return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
 
     def _add(self, joint: Joint) -> _Later:
@@ -169,13 +211,13 @@ class Joiner:
         remote = values.fetch(self.team, [handle], len(self.rows))
         unknown = isinstance(rule, Unknown)
         for replica, (found,) in enumerate(remote, 1):
-            if not _equal(local, found) or (unknown and bool(local.ne(0).any())):
+            if not agree(local, found) or (unknown and bool((local.ne(0) & local.isfinite()).any())):
                 reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
                 message = (
-                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
-                    f"it cannot be joined{reason}. Say how it depends on the batch with out_dims= or scalar_outputs= "
-                    '("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows needs '
-                    "reduction='none' in forward, and its reduction outside"
+                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica "
+                    f"{replica}: it cannot be joined{reason}. Say how it depends on the batch with out_dims= or "
+                    'scalar_outputs= ("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows '
+                    "needs reduction='none' in forward, and its reduction outside"
                 )
                 raise ValueError(message)
 
@@ -185,7 +227,7 @@ class Joiner:
         sizes = [(local.data.shape, local.data.dtype), *((p.data.shape, p.data.dtype) for p in remote)]
         check_tensor_metas(path, PackedRows(), sizes, self.rows)
         layouts = [layout_of(local), *(part.layout for part in remote)]
-        index, layout = join_samples(layouts)
+        index, layout = join_samples(layouts, self._packed_input)
         handle = self._handle(base, [part.data.position for part in remote])
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
@@ -258,7 +300,8 @@ def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
     return leaf
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two replicas' values are the same, but for rounding."""
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)

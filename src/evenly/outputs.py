@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -36,7 +36,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over rows: the whole's is the mean of all replicas' weighted by their rows."""
+    """A mean over rows: the whole's is the mean of all replicas' weighted by their rows.
+
+    Attributes:
+        sure: Whether anything else has been ruled out. A value that was the same for all rows seen so far may be
+            anything: then it is a mean only for as long as it stays the same on all replicas.
+    """
+
+    sure: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ are a mean or a sum if the values say so.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,9 @@ from evenly.structure import LEAF, Tree, describe, same_node, unpack
 # size.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-8, torch.complex128: 1e-8}
 _DEFAULT_TOLERANCE = 1e-4
+# The root of a mean, say, is nearly the mean of the roots when the rows are alike: sums must agree as well as the
+# promise demands.
+_SUM_TOLERANCE = {**_TOLERANCE, torch.float32: 5e-6, torch.complex64: 5e-6}
 
 _ONE_RUN = "one run does not tell a mean from a sum"
 _EVEN = "all replicas had equally many rows, so that any size could follow them"
@@ -226,7 +229,7 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
     """The rule of a tensor without rows, or of a Python number."""
     whole, a, b = (value.detach() for value in values)
     integral = _is_integral(example)
-    equal = close(whole, a) and close(whole, b)
+    equal = close(whole, a, _SUM_TOLERANCE) and close(whole, b, _SUM_TOLERANCE)
     if whole.dtype is torch.bool:
         return Constant() if equal else Unknown(_differs(values, counts))
     if whole.numel() == 1 and not all(bool(value.isfinite().all()) for value in values):
@@ -237,12 +240,12 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
     if equal:
         # A mean that happens to be equal (an accuracy of 1) must not be refused later as a changing constant,
         # and for a real constant the mean is right as well, gradients included.
-        return Mean() if whole.numel() == 1 and not integral else Constant()
+        return Mean(sure=False) if whole.numel() == 1 and not integral else Constant()
     n, n_a, n_b = counts
     fits: list[OutputRule] = []
-    if not integral and close(whole, (a * n_a + b * n_b) / n):
+    if not integral and close(whole, (a * n_a + b * n_b) / n, _SUM_TOLERANCE):
         fits.append(Mean())
-    if close(whole, a + b):
+    if close(whole, a + b, _SUM_TOLERANCE):
         fits.append(Sum())
     if len(fits) == 1:
         return fits[0]
@@ -266,14 +269,14 @@ def _factor(sizes: Sequence[int], counts: Sequence[int]) -> int:
     return factor if all(size == factor * count for size, count in zip(sizes, counts, strict=True)) else 0
 
 
-def close(left: torch.Tensor, right: torch.Tensor) -> bool:
+def close(left: torch.Tensor, right: torch.Tensor, tolerances: Mapping[torch.dtype, float] = _TOLERANCE) -> bool:
     """Whether two tensors are equal up to the differences of kernels for other batch sizes; NaN is NaN."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     left, right = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (left, right))
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
-    tolerance = _TOLERANCE.get(left.dtype, _DEFAULT_TOLERANCE)
+    tolerance = tolerances.get(left.dtype, _DEFAULT_TOLERANCE)
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
     finite = torch.cat([left.flatten(), right.flatten()]).abs().nan_to_num(0.0, 0.0, 0.0)

@@ -37,6 +37,13 @@ def capture(devices: int) -> Context:
     )
 
 
+def probing_context(context: Context, *, autocast: bool, dtype: torch.dtype | None) -> Context:
+    """A context for trying things out: without grad, without autocast or with it, in another default dtype."""
+    _, inference, enabled, autocast_dtype, cache, default, *rest = context
+    default = default if dtype is None else DTYPE_NUMBER[dtype]
+    return (False, inference, enabled and autocast, autocast_dtype, cache, default, *rest)
+
+
 _GLOBALS = slice(5, None)
 
 

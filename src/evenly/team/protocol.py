@@ -53,6 +53,12 @@ class Command(IntEnum):
     """Answers with a value."""
     RENAME = 14
     """Keep a value under another number."""
+    GROUP = 19
+    """Become part of the team's process group."""
+    BROADCAST = 20
+    """Receive parameters through the group."""
+    REDUCE = 21
+    """Bring gradients to the sum through the group."""
     EXCHANGE = 18
     """Take over the memory in which replicas add up numbers among themselves."""
     REPORT = 13

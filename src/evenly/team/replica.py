@@ -25,15 +25,18 @@ from torch import Tensor
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
+from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph, backward
-from evenly.team.memory import Block, Placement
-from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
+from evenly.team.execution import Graph, backward, differentiate
+from evenly.team.group import Group
+from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
+from evenly.team.memory import Block
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import Shard, in_backward, in_shard, probed
+from evenly.whole_batch import Shard, in_shard, probed
 
 
 @dataclass
@@ -41,32 +44,35 @@ class Model:
     """A replica's copy of a module.
 
     Attributes:
-        module: The module; its parameters are views of the driver's memory.
-        leaves: Its parameters and other leaf tensors that may require grad, in the driver's order.
-        parameters: The memory they lie in.
-        gradients: Where the gradient of each leaf is laid for the others to add up.
+        module: The module.
+        holding: Its parameters, and where their gradients go.
+        buffers: Its buffers, whose values come from the driver.
     """
 
     module: torch.nn.Module
-    leaves: list[Tensor]
-    places: list[Placement]
-    parameters: Block
-    gradients: list[Tensor]
+    holding: SharedHolding | OwnHolding
     buffers: Buffers
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Its parameters and other leaf tensors that may require grad, in the driver's order."""
+        return self.holding.leaves
 
 
 class Replica:
     """The state of this process: models, values and graphs by the numbers that the driver gave them."""
 
-    def __init__(self, channel: Channel, index: int) -> None:
+    def __init__(self, channel: Channel, index: int, count: int) -> None:
         self.channel = channel
         self.index = index
+        self.count = count
         self.models: dict[int, Model] = {}
         self.values: dict[int, Tensor] = _Values()
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.templates: dict[int, Template] = {}
         self.context: Context | None = None
         self.exchange: Exchange | None = None
+        self.group: Group | None = None
         self.failure: tuple[bytes, str, int] | None = None
         """What nobody has been told of yet: an exception; the operation that raised it, and its number."""
         self._last_run_failed = False
@@ -89,6 +95,9 @@ class Replica:
             Command.FETCH: self.fetch,
             Command.RENAME: self.rename,
             Command.REPORT: self.report,
+            Command.GROUP: self.join_group,
+            Command.BROADCAST: self.broadcast,
+            Command.REDUCE: self.reduce,
             Command.SYNC: self.sync,
             Command.ABANDON: self.abandon,
             Command.PARDON: self.pardon,
@@ -168,20 +177,40 @@ class Replica:
         number: int,
         payload: bytes,
         specs: tuple[Any, ...],
-        leaves: tuple[Any, ...],
+        leaves: tuple[LeafSpec, ...],
+        kind: Kind,
         sizes: tuple[int, int],
     ) -> None:
-        """Take over a module. Two descriptors come with it: memory of the parameters, and for this replica's gradients."""
-        descriptors = self.channel.claim_descriptors(number)
-        parameters, gradients = (Block(*pair) for pair in zip(descriptors, sizes, strict=True))
+        """Take over a module. With shared memory come two descriptors: the parameters, and this replica's gradients."""
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
-        places = [_place(leaf) for leaf in leaves]
-        targets = [_leaf(parameters, place, leaf) for place, leaf in zip(places, leaves, strict=True)]
-        module = cast("torch.nn.Module", unpack(payload, tensors, targets))
-        self.models[number] = Model(
-            module, targets, places, parameters, [gradients.tensor(place) for place in places], Buffers(module)
-        )
+        if kind == "memory":
+            descriptors = self.channel.claim_descriptors(number)
+            parameters, gradients = (Block(*pair) for pair in zip(descriptors, sizes, strict=True))
+            holding: SharedHolding | OwnHolding = SharedHolding(leaves, parameters, gradients)
+        else:
+            holding = OwnHolding(leaves)
+        module = cast("torch.nn.Module", unpack(payload, tensors, holding.leaves))
+        self.models[number] = Model(module, holding, Buffers(module))
         self._reply()
+
+    def join_group(self, token: int) -> None:
+        """Become part of the team's process group; the descriptor of the file in which it meets came before."""
+        (descriptor,) = self.channel.claim_descriptors(token)
+        self.group = Group(descriptor, self.index, self.count)
+
+    def broadcast(self, number: int, positions: tuple[int, ...]) -> None:
+        """Receive parameters through the group."""
+        holding = self.models[number].holding
+        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
+        assert self.group is not None  # noqa: S101 - and has told of the group
+        holding.receive(self.group, positions)
+
+    def reduce(self, number: int, wanted: bytes, taking_part: tuple[int, ...]) -> None:
+        """Bring gradients to the sum through the group, or zeros if this replica had no rows."""
+        holding = self.models[number].holding
+        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
+        assert self.group is not None  # noqa: S101 - and has told of the group
+        holding.reduce(self.group, wanted, taking_part=self.index in taking_part)
 
     def patch(
         self,
@@ -245,10 +274,13 @@ class Replica:
         model.buffers.receive(self.channel, buffers)
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor] = []
-        for inline, what, position in arguments:
+        watched: list[tuple[int, Tensor, int]] = []
+        for inline, what, wanted, position in arguments:
             tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
-            if position >= 0:
-                inputs[position] = tensor.requires_grad_()
+            if wanted >= 0:
+                inputs[wanted] = tensor.requires_grad_()
+            elif inline and position >= 0:
+                watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(state, self.index)
         with applied(context, self.context), self._interruptible():
@@ -266,7 +298,16 @@ class Replica:
         parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
-        self._reply(parcel.payload, tuple(metas), specs, tensors=data)
+        # Rows of an argument that forward changed in place go back to the user's tensor.
+        changed = [(position, tensor) for position, tensor, version in watched if tensor._version != version]
+        forms = [(position, *wire_form(tensor.detach())) for position, tensor in changed]
+        self._reply(
+            parcel.payload,
+            tuple(metas),
+            specs,
+            tuple((position, spec) for position, spec, _ in forms),
+            tensors=[*data, *(form for _, _, form in forms)],
+        )
         self.seconds += time.perf_counter() - started
 
     def drop(self, calls: tuple[int, ...]) -> None:
@@ -274,28 +315,35 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, taking_part: int, gradients: tuple[Any, ...]) -> None:
-        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
+    def run_backward(
+        self, call: int, keep: bool, again: int, base: int, shard: Shard, gradients: tuple[Any, ...]
+    ) -> None:
+        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values.
+
+        With a number ``again`` that is not 0 the graph of the gradients is kept under it.
+        """
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
             gradient = receive_tensor(self.channel, what) if inline else self.values[what]
             incoming[position] = incoming[position] + gradient if position in incoming else gradient
         if not call:  # this replica has nothing to run, but must not be waited for
-            with in_backward(self._peers(), base, taking_part):
+            with in_shard(self._peers(), base, shard):
                 pass
             self._reply(b"", (), None, ())
             return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with in_backward(self._peers(), base, taking_part), self._interruptible():
-            found, inputs = backward(graph, incoming, model.leaves, keep=keep)
-        dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
-        if dense:
-            torch._foreach_copy_([target for target, _ in dense], [cast("Tensor", grad) for _, grad in dense])  # pyright: ignore[reportPrivateUsage]
-        present = bytes(0 if grad is None else 1 if _is_dense(grad) else 2 for grad in found)
-        sparse = [grad for grad in found if grad is not None and not _is_dense(grad)]
+        with in_shard(self._peers(), base, shard), self._interruptible():
+            if again:
+                found, inputs, second = differentiate(graph, incoming, model.leaves)
+                self.graphs[again] = (model, second)
+            else:
+                found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        model.holding.lay(found)
+        present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
+        sparse = [grad for grad in found if grad is not None and not is_dense(grad)]
         metas: list[tuple[int, int, tuple[int, ...]] | tuple[int]] = []
         for position, grad in inputs.items():
             if grad is None:
@@ -313,6 +361,7 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        dtype: int,
         sync_batchnorm: bool,
         rows: tuple[int, int],
         payload: bytes,
@@ -320,17 +369,21 @@ class Replica:
     ) -> None:
         """Run a throw-away copy on the given inputs; answers with its outputs.
 
+        With a ``dtype`` that is not negative it runs in that one instead of its own.
+
         The copy's parameters are private views of the same memory (copied page by page when written), so the probe
         needs no second copy of the model and cannot change it.
         """
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
         model = self.models[number]
-        private = model.parameters.private()
-        leaves = [_private_leaf(private, *pair) for pair in zip(model.places, model.leaves, strict=True)]
+        leaves = model.holding.private_leaves()
         parcel = pack(model.module, leaves=LeafRegistry(model.leaves))
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
         if not training:
             copy.eval()
+        if dtype >= 0:
+            copy.to(protocol.DTYPES[dtype])
+            tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
         with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
             outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
@@ -425,28 +478,6 @@ def process_memory() -> int:
     return int(psutil.Process().memory_full_info().pss)
 
 
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
-
-
-def _place(leaf: tuple[Any, ...]) -> Placement:
-    offset, shape, stride, dtype = leaf[:4]
-    return Placement(offset, shape, stride, protocol.DTYPES[dtype])
-
-
-def _leaf(block: Block, place: Placement, leaf: tuple[Any, ...]) -> Tensor:
-    requires_grad, is_parameter = leaf[4:]
-    tensor = block.tensor(place)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _private_leaf(block: Block, place: Placement, leaf: Tensor) -> Tensor:
-    kind = (0, 0, 0, 0, leaf.requires_grad, isinstance(leaf, torch.nn.Parameter))
-    return _leaf(block, place, kind)
-
-
 def main(sock: int, memory: int, last_words: int, index: int, count: int) -> None:
     """Be replica ``index`` of ``count`` until the driver closes its end of the line."""
     global _index  # noqa: PLW0603 - once per process
@@ -454,7 +485,7 @@ def main(sock: int, memory: int, last_words: int, index: int, count: int) -> Non
     faulthandler.enable(last_words)
     channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
     os.close(memory)
-    replica = Replica(channel, index)
+    replica = Replica(channel, index, count)
     # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
     signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
     # What the user's code prints shall appear at once, and whatever happens to this process.

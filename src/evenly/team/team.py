@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
 from evenly.team.exchange import Exchange, exchange_bytes
+from evenly.team.group import Group
 from evenly.team.memory import Block
 from evenly.team.process import Process
 from evenly.team.protocol import Command, Status, decode, encode
@@ -66,11 +67,12 @@ class Team:
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
         self._unneeded: deque[tuple[Command, int, int]] = deque()
+        self._group: Group | None = None
         self.exchange: Exchange | None = None
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
-        self._watch = _weakly(self._check_alive)
+        self._watch = _weakly(self.check_alive)
         self._places: list[tuple[int, Place] | None] = [None] * _PLACES
 
     @property
@@ -121,7 +123,7 @@ class Team:
         """Have all processes running and in a known state; replace them where that cannot be had otherwise."""
         self.check_owner()
         self.phase = "starting" if self._processes and not self._ready else "idle"
-        self._check_alive()
+        self.check_alive()
         if self._processes and (any(self._pending.values()) or self._broken()):
             self._recover()
         self.start()
@@ -155,6 +157,22 @@ class Team:
             self.send_descriptors(process.index, token, (block.descriptor,))
         self.broadcast(self.size, int(Command.EXCHANGE), token, self.size)
         block.close()
+
+    def group(self) -> Group:
+        """The team's process group, made when it is first needed."""
+        if self._group is None:
+            descriptor = os.memfd_create("evenly-group", os.MFD_CLOEXEC)
+            token = self.reserve(1)
+            for process in self._processes:
+                self.send_descriptors(process.index, token, (descriptor,))
+            self.broadcast(self.size, int(Command.GROUP), token)
+            self._group = Group(descriptor, 0, self.size)
+        return self._group
+
+    def spoil(self) -> None:
+        """Have the replicas replaced before they are used again: they are in the middle of something."""
+        for process in self._processes:
+            process.channel.broken = True
 
     def _broken(self) -> bool:
         return any(process.channel.broken for process in self._processes)
@@ -196,6 +214,7 @@ class Team:
 
     def stop(self) -> None:
         """End all processes. A later call starts new ones."""
+        self.exchange = self._group = None
         self._ready = False
         _stop(self._processes, self._owner)
 
@@ -210,7 +229,7 @@ class Team:
         """Process ids of the replicas 1..n-1 that have been started."""
         return [process.pid for process in self._processes]
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         for process in self._processes:
             code = process.death()
             if code is not None:

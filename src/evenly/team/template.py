@@ -17,7 +17,15 @@ class Slot(int):
     __slots__ = ()
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """Stands for the size of the tensor in a slot, along a dimension: each replica's own."""
+
+    slot: int
+    dim: int
+
+
+@dataclass(eq=False)
 class Template:
     """An aten operation whose tensor arguments are left open.
 
@@ -32,7 +40,7 @@ class Template:
     _flat: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
-        self._flat = not self.kwargs and not any(isinstance(arg, (list, tuple)) for arg in self.args)
+        self._flat = not self.kwargs and not any(isinstance(arg, (list, tuple, SizeOf)) for arg in self.args)
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Call the operation with ``tensors`` in its slots."""
@@ -65,6 +73,8 @@ def key_of(value: Any) -> Hashable:
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
     if type(value) is Slot:
         return tensors[value]
+    if type(value) is SizeOf:
+        return tensors[value.slot].shape[value.dim]
     if isinstance(value, (list, tuple)):
         return type(value)([_fill(item, tensors) for item in value])
     return value

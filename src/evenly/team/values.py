@@ -128,7 +128,12 @@ def fetch(
 
 def fetch_from(team: Team, replica: int, handle: Handle) -> Tensor:
     """Bring one replica's value here."""
-    team.ask(replica, encode((int(Command.FETCH), (handle.check(),))))
+    return peek(team, replica, handle.check())
+
+
+def peek(team: Team, replica: int, number: int) -> Tensor:
+    """Bring one replica's value here by its number, which somebody else will give a handle."""
+    team.ask(replica, encode((int(Command.FETCH), (number,))))
     (((spec,),),) = team.collect([replica])
     return receive_tensor(team.channel(replica), spec)
 

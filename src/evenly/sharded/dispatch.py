@@ -1,0 +1,275 @@
+"""An operation on sharded tensors: planned by a rule, carried out here and in the replicas.
+
+What was planned is remembered as a :class:`Step` and holds for every call that looks the same: the same operation
+and settings on tensors of the same shapes, dealt out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from evenly import rules
+from evenly.rules.plan import Op, Operand, Output, Plan, aten
+from evenly.sharded import conjugation, operands
+from evenly.sharded.arguments import mapped
+from evenly.sharded.content import Parts, Shards
+from evenly.sharded.gathering import SHAPE_ONLY, run_gathered
+from evenly.sharded.geometry import stand_in, whole_geometry
+from evenly.sharded.numbers import NUMBERS, NUMBERS_IN_PLACE, pending
+from evenly.sharded.tensor import ShardedTensor
+from evenly.team import values
+from evenly.team.protocol import can_travel
+from evenly.team.template import SizeOf, Slot, Template
+
+if TYPE_CHECKING:
+    from evenly.team.team import Team
+    from evenly.team.values import Handle
+
+_SAME_CONTENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+_STEPS = 4096
+"""Plans that are remembered. Sizes that change with every batch would fill the memory otherwise."""
+
+
+Source: TypeAlias = "tuple[int, rules.Cut | rules.Divided | None]"
+"""What goes into a slot: an operand by position, or its rows, or a quotient."""
+Geometry: TypeAlias = "tuple[Sequence[int], Sequence[int], int]"
+"""Shape, strides and offset of a whole tensor."""
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """How to carry out a call.
+
+    Attributes:
+        plan: What the rule said.
+        template: The operation with a slot for each operand.
+        sources: What goes into the slots.
+        geometries: What the results are as a whole; known after the first time.
+    """
+
+    plan: Plan
+    template: Template
+    sources: list[Source]
+    geometries: list[Geometry] = field(default_factory=list[Geometry])
+
+
+_steps: dict[Hashable, Step | None] = {}
+_templates: dict[Hashable, Template] = {}
+_UNSEEN: Any = object()
+
+
+class _NoPlanError(Exception):
+    """An argument that no rule can speak of."""
+
+
+def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation of which at least one argument is a :class:`ShardedTensor`."""
+    if function in _SAME_CONTENT:
+        return cast("ShardedTensor", args[0]).alias()
+    if function in NUMBERS or function in NUMBERS_IN_PLACE:
+        number = pending(function, args, kwargs)
+        if number is not None:
+            return number
+    if function in SHAPE_ONLY and cast("ShardedTensor", args[0]).shards is None:
+        return run_gathered(function, args, kwargs)
+    tensors: list[Tensor] = []
+    try:
+        key: Hashable = (function, *[_looks(arg, tensors) for arg in args])
+        if kwargs:
+            key = (key, *[(name, _looks(value, tensors)) for name, value in kwargs.items()])
+        step = _steps.get(key, _UNSEEN)
+    except (_NoPlanError, TypeError):  # TypeError: an argument that cannot be hashed
+        return run_gathered(function, args, kwargs)
+    if step is _UNSEEN:
+        if len(_steps) >= _STEPS:
+            _steps.clear()
+            _templates.clear()
+        step = _steps[key] = _prepare(function, args, kwargs, tensors)
+    team = _team_of(tensors)
+    if step is not None and team is not None and not (step.plan.in_place and args[0].has_copies):
+        return _run(function, step, tensors, team, args, kwargs)
+    if team is not None and function.has_kernel_for_dispatch_key(_COMPOSITE):
+        return function.decompose(*args, **kwargs)  # in inference mode they are not taken apart before they come here
+    return run_gathered(function, args, kwargs)
+
+
+# ---------------------------------------------------------------------- what a call looks like
+
+
+def _looks(value: Any, tensors: list[Tensor]) -> Hashable:
+    """What a plan may depend on, of one argument; collects the tensors on the way."""
+    kind = cast("type", type(value))
+    if kind is ShardedTensor:
+        if value.shards is not None:
+            tensors.append(value)
+            return cast("Hashable", value.looks)
+        value = value.plain()  # a sum is added up, once
+    elif not isinstance(value, Tensor):
+        if isinstance(value, (list, tuple)):
+            return (kind, *[_looks(item, tensors) for item in cast("list[Any]", value)])
+        if kind is float or kind is complex:
+            return (kind, repr(value))  # 0.0 and -0.0 are equal, but not the same; nan is the same, but not equal
+        return (kind, value)
+    if value.layout is not torch.strided or not can_travel(value):
+        raise _NoPlanError
+    tensors.append(value)
+    return (value.shape, value.stride(), value.dtype, value.device)
+
+
+def _team_of(tensors: list[Tensor]) -> Team | None:
+    """The team that holds all sharded operands; None if there are several, or none."""
+    team: Team | None = None
+    for tensor in tensors:
+        if type(tensor) is ShardedTensor:
+            shards = cast("Shards", tensor._content)
+            if team is None:
+                team = shards.team
+            elif team is not shards.team:
+                return None
+    return team
+
+
+# ---------------------------------------------------------------------- planning
+
+
+def _prepare(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Step | None:
+    """Ask the rules for a plan, and turn it into an operation with slots."""
+    device = next((tensor.device for tensor in tensors if type(tensor) is ShardedTensor), None)
+    if device is None or any(tensor.device != device for tensor in tensors):
+        return None
+    count = 0
+
+    def describe(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, Tensor):
+            tensor = tensors[count]
+            shards = tensor.shards if isinstance(tensor, ShardedTensor) else None
+            rows = None if shards is None else rules.Rows(shards.dim, shards.rows)
+            count += 1
+            return Operand(count - 1, tuple(tensor.shape), tensor.dtype, device, rows)
+        return value
+
+    described = tuple(mapped(arg, describe) for arg in args)
+    call = rules.Call(function, described, {name: mapped(value, describe) for name, value in kwargs.items()})
+    plan = rules.plan(call)
+    if plan is None:
+        return None
+    sources: list[Source] = []
+    filled = tuple(mapped(arg, _slot, sources) for arg in plan.args)
+    keywords = {name: mapped(value, _slot, sources) for name, value in plan.kwargs.items()}
+    template = Template(plan.function, filled, keywords)
+    key = (plan.function, _looks(filled, []), _looks(tuple(keywords.items()), []))
+    return Step(plan, _templates.setdefault(key, template), sources)
+
+
+def _slot(value: Any, sources: list[Source]) -> Any:
+    """What stands in a template for an argument; notes where its operand comes from."""
+    if isinstance(value, (Operand, rules.Cut, rules.Divided)):
+        source: Source = (value.position, None) if isinstance(value, Operand) else (value.operand.position, value)
+        if source not in sources:
+            sources.append(source)
+        return Slot(sources.index(source))
+    if isinstance(value, rules.SizeOf):
+        return SizeOf(int(_slot(value.operand, sources)), value.dim)
+    return value
+
+
+# ---------------------------------------------------------------------- carrying out
+
+
+def _run(
+    function: Op,
+    step: Step,
+    tensors: list[Tensor],
+    team: Team,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Have the replicas do their part, do the driver's, and put a tensor around both."""
+    plan, template = step.plan, step.template
+    lead = next(tensor for tensor in tensors if type(tensor) is ShardedTensor)
+    replicas = len(cast("Shards", lead._content).rows)
+    local: list[Tensor] = []
+    handles: list[Handle] = []
+    with team.lock:
+        for position, how in step.sources:
+            tensor = tensors[position]
+            if type(tensor) is ShardedTensor:
+                shards = cast("Shards", tensor._content)
+                here, there = shards.local, shards.handle
+            elif how is None:
+                here, there = operands.whole(tensor, replicas, team)
+            elif isinstance(how, rules.Cut):
+                here, there = operands.cut(tensor, how.dim, how.rows, team)
+            else:
+                by = how.by if isinstance(how.by, int) else tensors[how.by.position].detach()
+                here, there = operands.whole(tensor.detach() / by, replicas, team)
+            local.append(here)
+            handles.append(there)
+        number = values.define(team, template, template)
+        remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
+        with values.only_one_report(team, replicas):
+            if any(map(conjugation.is_lazy, local)):
+                with conjugation.respected():
+                    result = template.run(local)
+            else:
+                result = template.run(local)
+    if plan.in_place:
+        target = cast("ShardedTensor", args[0])
+        target.written()
+        return target
+    results: list[Any] = [result] if isinstance(result, Tensor) else list(result)
+    if not step.geometries:
+        step.geometries = _geometries(function, plan, results, args, kwargs)
+    outputs: list[Any] = []
+    for position, kind in enumerate(plan.outputs):
+        shape, stride, offset = step.geometries[position]
+        here, there = results[position], remote[position]
+        if isinstance(kind, rules.Rows):
+            outputs.append(ShardedTensor(Shards(team, here, there, kind.dim, kind.rows), shape, stride, offset))
+        elif kind is not None:
+            parts = Parts(team, here, there, replicas, kind.combine, kind.weights)
+            outputs.append(ShardedTensor(parts, shape, stride, offset))
+        else:
+            outputs.append(None)
+    for kind, output in zip(plan.outputs, outputs, strict=True):
+        if isinstance(kind, rules.Parts) and kind.over is not None:
+            output.parts.over = outputs[kind.over].parts
+    if plan.view:
+        for position, output in enumerate(outputs):
+            output.become_view(args[0], _again(args, kwargs, function, position), copied=plan.copies)
+    return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
+
+
+def _geometries(
+    function: Op, plan: Plan, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Geometry]:
+    """What results are as a whole. A view's geometry must be that of the view of the whole, as autograd expects it."""
+    if plan.view:
+        found = function(stand_in(args[0]), *args[1:], **kwargs)
+        views: list[Tensor] = [found] if isinstance(found, Tensor) else list(found)
+        return [(view.shape, view.stride(), int(view.storage_offset())) for view in views]
+    return [_geometry(kind, result) for kind, result in zip(plan.outputs, results, strict=True)]
+
+
+def _geometry(kind: Output, result: Any) -> Geometry:
+    if isinstance(kind, rules.Rows):
+        return (*whole_geometry(result, kind.dim, kind.rows), 0)
+    return ((), (), 0) if kind is None else (result.shape, result.stride(), 0)
+
+
+def _again(args: tuple[Any, ...], kwargs: dict[str, Any], function: Op, position: int) -> Callable[[Tensor], Tensor]:
+    """How to make a view again, from the tensor that it is a view of."""
+
+    def again(base: Tensor) -> Tensor:
+        found = function(base, *args[1:], **kwargs)
+        return found if isinstance(found, Tensor) else found[position]
+
+    return again

@@ -1,0 +1,59 @@
+"""Shapes and strides of whole tensors, from those of a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def whole_geometry(local: Tensor, dim: int, rows: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Shape and strides of the whole tensor of which ``local`` is the first replica's part along ``dim``."""
+    total = sum(rows)
+    shape, stride = list(local.shape), list(local.stride())
+    mine, step = shape[dim], stride[dim]
+    shape[dim] = total
+    if mine == total or step == 0:
+        return shape, stride
+    if mine <= 1:
+        return shape, dense_like(shape, stride)
+    # Dimensions that lie further out than the rows move apart as the rows get more.
+    return shape, [s // mine * total if s >= step * mine and s % mine == 0 else s for s in stride]
+
+
+def dense_like(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Dense strides in the order of ``stride``. With one row its own stride tells nothing: ties keep the order."""
+    order = sorted(range(len(shape)), key=lambda d: (stride[d], -d))
+    result = [0] * len(shape)
+    step = 1
+    for d in order:
+        result[d] = step
+        step *= max(shape[d], 1)
+    return result
+
+
+def contiguous(shape: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor."""
+    return [math.prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape))]
+
+
+def writable(shape: Sequence[int], stride: Sequence[int]) -> Sequence[int]:
+    """``stride``, or contiguous ones where elements would share memory."""
+    return contiguous(shape) if 0 in stride else stride
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements of memory from the beginning of the storage to the last element."""
+    if tensor.numel() == 0:
+        return int(tensor.storage_offset())
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + last + 1
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor without memory that has the geometry of ``tensor``."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+    storage = torch.UntypedStorage(extent(tensor) * tensor.element_size(), device="meta")
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

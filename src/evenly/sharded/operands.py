@@ -1,0 +1,90 @@
+"""Plain operands on their way to the replicas: whole or cut into rows, remembered while they stay as they are.
+
+A loss and its gradient use the same targets, every step the same weights. Whether a tensor still is what was sent
+is found out by looking at it, not at its version: writes through ``.data``, a fused optimizer or a NumPy array leave
+no trace there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from evenly.team import values
+
+if TYPE_CHECKING:
+    from evenly.team.team import Team
+    from evenly.team.values import Handle
+
+REMEMBERED_BYTES = 16 << 20
+"""Larger tensors are sent every time: a copy is kept of what is remembered, and looking costs as much as sending."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Sent:
+    """What was sent of one tensor.
+
+    Attributes:
+        copies: What each replica was sent.
+        handle: It, there.
+    """
+
+    __slots__ = ("copies", "generation", "handle", "owner")
+
+    def __init__(self, owner: weakref.ref[Tensor], copies: list[Tensor], handle: Handle) -> None:
+        self.owner = owner
+        self.copies = copies
+        self.handle = handle
+        self.generation = handle.generation
+
+
+_sent: dict[tuple[Any, ...], _Sent] = {}
+
+
+def cut(tensor: Tensor, dim: int, rows: tuple[int, ...], team: Team) -> tuple[Tensor, Handle]:
+    """Rows of a plain tensor: the driver's, and those of the replicas there."""
+    own, *others = tensor.detach().split(rows, dim)
+    return own, _there(tensor, others, (id(tensor), id(team), dim, rows), team)
+
+
+def whole(tensor: Tensor, replicas: int, team: Team) -> tuple[Tensor, Handle]:
+    """A plain tensor, here and in every replica."""
+    value = tensor.detach()
+    if value.dim() == 0:  # the gradient of a loss: there is nothing to gain
+        return value, values.put(team, [value] * (replicas - 1))
+    return value, _there(tensor, [value] * (replicas - 1), (id(tensor), id(team), replicas), team)
+
+
+def _there(tensor: Tensor, pieces: Sequence[Tensor], key: tuple[Any, ...], team: Team) -> Handle:
+    known = _sent.get(key)
+    if known is not None and known.owner() is tensor and known.generation == team.generation:
+        if all(_same(piece, copy) for piece, copy in zip(pieces, known.copies, strict=True)):
+            return known.handle
+    handle = values.put(team, pieces)
+    if tensor.numel() * tensor.element_size() <= REMEMBERED_BYTES:
+        distinct = {id(piece): piece.clone() for piece in pieces}
+        # The entry goes with the tensor object itself.
+        owner = weakref.ref(tensor, lambda _: _sent.pop(key, None))
+        _sent[key] = _Sent(owner, [distinct[id(piece)] for piece in pieces], handle)
+    return handle
+
+
+def _same(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors are the same bit for bit."""
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype:
+        return False
+    if tensor.is_floating_point() or tensor.dtype is torch.bool:
+        integers = _INTEGERS[tensor.element_size()]
+        tensor, copy = tensor.view(integers), copy.view(integers)
+    elif tensor.is_complex():
+        if tensor.is_conj() or tensor.is_neg() or copy.is_conj() or copy.is_neg():
+            return False
+        return _same(torch.view_as_real(tensor), torch.view_as_real(copy))
+    if tensor.is_neg():
+        return False
+    return torch.equal(tensor, copy)

@@ -1,0 +1,309 @@
+"""The tensor that users see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from evenly.sharded.content import Again, Family, Parts, Pending, Shards, Window
+from evenly.sharded.geometry import whole_geometry, writable
+from evenly.team.values import Handle
+
+if TYPE_CHECKING:
+    from evenly.team.team import Team
+
+Content: TypeAlias = "Shards | Parts | Pending | Window | Tensor"
+"""Shards; parts, or a number that is computed from them; a piece across the shards; or, once something needed the
+whole in one place, a plain tensor."""
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor whose rows lie on several devices. It is used as the tensor of the whole batch that it stands for."""
+
+    _content: Content
+    # Everything that shares memory with this tensor, this one included; None as long as nothing else does.
+    _family: Family | None
+    # The tensor that this one is a view of, and how.
+    _recipe: tuple[ShardedTensor, Again] | None
+    # What a plan may depend on.
+    looks: tuple[Any, ...] | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @staticmethod
+    def __new__(
+        cls,
+        content: Shards | Parts | Pending | Window,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        offset: int = 0,
+    ) -> ShardedTensor:
+        sample = content.values if isinstance(content, Window) else content.local
+        dtype = sample.dtype
+        self = cast(
+            "ShardedTensor",
+            torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+                cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
+            ),
+        )
+        # Code in C++ that does not know of us would read memory that is not there: it gets an error instead.
+        torch._C._set_throw_on_mutable_data_ptr(self)  # pyright: ignore
+        self._content = content
+        self._family = None
+        self._recipe = None
+        if isinstance(content, Shards):
+            self.looks = (*shape, *stride, offset, dtype, content.dim, content.rows)
+        return self
+
+    @classmethod
+    def of_rows(cls, team: Team, local: Tensor, handle: Handle, dim: int, rows: tuple[int, ...]) -> ShardedTensor:
+        """The tensor whose rows along ``dim`` are ``local`` here and ``handle`` in the other replicas."""
+        shape, stride = whole_geometry(local, dim, rows)
+        return cls(Shards(team, local, handle, dim, rows), shape, stride)
+
+    @classmethod
+    def of_parts(cls, parts: Parts) -> ShardedTensor:
+        """The tensor whose value is made up of one part per replica, added when somebody looks."""
+        return cls(parts, parts.local.shape, parts.local.stride())
+
+    # ------------------------------------------------------------------ what it is made of
+
+    @property
+    def content(self) -> Content:
+        """What it is made of, now."""
+        return self._content
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole tensor is here."""
+        return isinstance(self._content, Tensor)
+
+    @property
+    def shards(self) -> Shards | None:
+        """Where the rows are; None for a tensor that is not sharded (any more)."""
+        content = self._content
+        return content if type(content) is Shards else None
+
+    @property
+    def parts(self) -> Parts | Pending | None:
+        """The parts of a value that has not been added up yet, or what is to be computed from them."""
+        content = self._content
+        return content if isinstance(content, (Parts, Pending)) else None
+
+    def plain(self) -> Tensor:
+        """The value as a plain tensor here, outside of autograd. Rows stay where they are; a sum is added up once."""
+        content = self._content
+        if isinstance(content, (Parts, Pending)):
+            value = content.value()
+            # Other numbers may be waiting for the value as it is now, and this one may be written to.
+            self._content = content = value.clone() if value.dim() == 0 else value
+        elif isinstance(content, Window):
+            content = self._refreshed(content)
+        elif isinstance(content, Shards):
+            return content.gather(self.shape, writable(self.shape, self.stride()))
+        return content
+
+    def _refreshed(self, window: Window) -> Tensor:
+        """A piece's values, fetched again if somebody has written to the tensor since."""
+        assert self._recipe is not None  # noqa: S101 - a window is a view
+        assert self._family is not None  # noqa: S101
+        base, again = self._recipe
+        if window.writes != self._family.writes:
+            window.values, window.writes = again(base.plain()).clone(), self._family.writes
+        return window.values
+
+    def settle(self, *, overwrite: bool = False) -> Tensor:
+        """Bring the whole tensor here for good, and with it all tensors that share its memory.
+
+        Args:
+            overwrite: All of it is about to be written: what it holds does not matter.
+        """
+        if overwrite and self._family is None and not self.is_plain:
+            self._content = torch.empty_strided(
+                self.shape, writable(self.shape, self.stride()), dtype=self.dtype, device=self.device
+            )
+        for member in [self] if self._family is None else self._family.living():
+            if not isinstance(member._content, Tensor):
+                recipe = member._recipe
+                # A view's base stands before it, and so has been settled already.
+                member._content = member.plain() if recipe is None else recipe[1](plain(recipe[0]))
+        return cast("Tensor", self._content)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor as a plain one on this device. Gradients flow through it."""
+        return cast("Tensor", _FullTensor.apply(self)) if self.requires_grad else self.plain().clone()
+
+    # ------------------------------------------------------------------ sharing memory
+
+    def become_view(self, base: ShardedTensor, again: Again, *, copied: bool = False) -> ShardedTensor:
+        """Note that this tensor shares memory (or, ``copied``, should) with ``base``, from which ``again`` makes it."""
+        family = base._family
+        if family is None:
+            family = base._family = Family(base)
+        family.add(self)
+        family.copies |= copied
+        self._family = family
+        self._recipe = (base, again)
+        return self
+
+    def alias(self) -> Tensor:
+        """Another tensor with the same content; costs nothing in the replicas."""
+        content = self._content
+        if isinstance(content, (Parts, Pending)) and torch._C._current_graph_task_id() != -1:
+            content = self.plain()  # autograd is about to make it the gradient of a parameter
+        if isinstance(content, Tensor):
+            return content.detach()
+        other = ShardedTensor(content, self.shape, self.stride(), int(self.storage_offset()))
+        return other.become_view(self, _itself)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a write to this tensor would be missed by one that should see it."""
+        return self._family is not None and self._family.copies
+
+    def written(self) -> None:
+        """Note that the rows have been written to, where they are."""
+        if self._family is not None:
+            self._family.writes += 1
+
+    def replace(self, content: Parts | Pending) -> ShardedTensor | None:
+        """Take another value, in place; None where others share this tensor's memory."""
+        if self._family is not None and len(self._family.living()) > 1:
+            return None
+        self._content = content
+        return self
+
+    def follow(self, settled: Tensor) -> None:
+        """Take over the shape of the plain tensor that this one stands for, after an operation has changed that."""
+        if (self.shape, self.stride(), self.storage_offset()) == (
+            settled.shape, settled.stride(), settled.storage_offset(),
+        ):  # fmt: skip
+            return
+        _set_geometry(self, settled)
+
+    # ------------------------------------------------------------------ operations
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: torch._ops.OpOverload[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        from evenly.sharded.dispatch import dispatch
+
+        for kind in types:
+            if kind is not ShardedTensor:
+                return NotImplemented
+        return dispatch(func, args, kwargs or {})
+
+    # ------------------------------------------------------------------ what PyTorch does without dispatching
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del tensor_contents
+        text = repr(plain(self.detach()))
+        if self.grad_fn is not None:
+            return f"{text[:-1]}, grad_fn=<{self.grad_fn.name()}>)"
+        return f"{text[:-1]}, requires_grad=True)" if self.requires_grad else text
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return format(str(self), spec)
+
+    def tolist(self) -> Any:
+        """As for a plain tensor."""
+        return plain(self.detach()).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As for a plain tensor. The array shares memory with this tensor, which is gathered for good."""
+        if not force and self.requires_grad:
+            return torch.empty(0, requires_grad=True).numpy()  # raises what a plain tensor raises
+        return self.settle().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.settle().requires_grad_(self.requires_grad and self.is_leaf).__dlpack__(**options)
+
+    def data_ptr(self) -> int:
+        """Address of the whole tensor, which is gathered for good."""
+        return self.settle().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Memory of the whole tensor, which is gathered for good."""
+        return self.settle().untyped_storage()
+
+    def storage(self) -> torch.TypedStorage:
+        """Memory of the whole tensor, which is gathered for good."""
+        return self.settle().storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            message = (
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment; use .detach() first, as with a plain tensor"
+            )
+            raise RuntimeError(message)
+        copy = self.plain().clone().requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return plain(self.detach()).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    # ------------------------------------------------------------------ as an argument of a wrapped model
+
+    evenly_shards = True
+    """Tells :mod:`evenly.batch` that this tensor cannot be narrowed, and to ask :meth:`evenly_cut`."""
+
+    def evenly_cut(self, replica: int, rows: tuple[int, ...], dim: int) -> Tensor:
+        """The rows of one replica as a plain tensor here (for the driver's own rows, without a copy)."""
+        shards = self.shards
+        if shards is not None and replica == 0 and shards.rows == rows and shards.dim == dim:
+            return shards.local
+        return plain(self.detach()).split(rows, dim)[replica]
+
+
+class _FullTensor(torch.autograd.Function):
+    """Gathering as an operation that gradients flow through."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:  # noqa: ARG004
+        return tensor.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A plain tensor with the value of ``tensor``, outside of autograd."""
+    return tensor.plain() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _set_geometry(tensor: ShardedTensor, like: Tensor) -> None:
+    """Change shape, strides and offset of a tensor that has no memory of its own."""
+    before = torch._C._meta_in_tls_dispatch_include()
+    with torch._C._DisableTorchDispatch():
+        # Only the meta kernels know tensors without memory; they are not chosen by themselves for a CPU tensor.
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            storage = torch.Tensor.untyped_storage(tensor)
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                tensor, storage, like.storage_offset(), like.shape, like.stride()
+            )
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)

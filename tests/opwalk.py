@@ -1,0 +1,290 @@
+"""A walk over PyTorch's own samples of its operations, on sharded tensors against plain ones."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sharding import shard, uneven
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+from evenly.sharded import ShardedTensor, gathered, plain
+from evenly.team.team import Team
+
+SKIPPED: dict[str, str] = {
+    "empty": "its result has no values",
+    "empty_like": "its result has no values",
+    "empty_permuted": "its result has no values",
+    "empty_strided": "its result has no values",
+    "new_empty": "its result has no values",
+    "new_empty_strided": "its result has no values",
+    "as_strided.partial_views": "reads memory in front of and behind its tensor",
+    **{
+        f"jiterator_{kind}": "compiles for CUDA only"
+        for kind in ("unary", "binary", "4inputs_with_extra_args", "binary_return_by_ref", "2inputs_2outputs")
+    },
+}
+"""Operations that cannot be compared, and why."""
+
+
+@dataclass
+class Outcome:
+    """What became of one operation.
+
+    Attributes:
+        tried: Samples with a tensor that has two rows.
+        sharded: Results that stayed sharded, or parts of a sum.
+        whole: Results on the driver.
+        gathered: Operations below it that gathered, and how often.
+        failures: What differed.
+    """
+
+    tried: int = 0
+    sharded: int = 0
+    parts: int = 0
+    whole: int = 0
+    gathered: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a sample's tensors are dealt out.
+
+    Attributes:
+        dim: Along which dimension.
+        all_aligned: Not only the first tensor, but all that are as large as it along ``dim``.
+        backward: Whether gradients are compared, too.
+    """
+
+    dim: int = 0
+    all_aligned: bool = False
+    backward: bool = True
+
+
+def samples(op: Any, dtype: torch.dtype, limit: int, *, requires_grad: bool) -> Iterator[Any]:
+    """At most ``limit`` samples whose first tensor has at least two rows, spread over all that there are."""
+    with seeded():
+        found = [s for s in op.sample_inputs("cpu", dtype, requires_grad=requires_grad) if _first(s) is not None]
+    step = max(1, len(found) / limit)
+    position = 0.0
+    while round(position) < len(found) and limit > 0:
+        yield found[round(position)]
+        position += step
+
+
+def _first(sample: Any, dim: int = 0) -> Tensor | None:
+    for leaf in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)):
+        if isinstance(leaf, Tensor):
+            fits = leaf.layout is torch.strided and leaf.dim() > dim and leaf.shape[dim] > 1
+            return leaf if fits else None
+    return None
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """The same random numbers every time."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def compare(team: Team, op: Any, function: Callable[..., Any], sample: Any, variant: Variant, outcome: Outcome) -> None:
+    """Run ``function`` on a sample twice, plain and sharded, and note what differs."""
+    first = _first(sample, variant.dim)
+    if first is None:
+        return
+    rows = lopsided(first.shape[variant.dim], team.size)
+    if min(rows) == 0:
+        return
+    outcome.tried += 1
+    arguments = (sample.input, sample.args, sample.kwargs)
+
+    def deal(leaf: Any, *, sharded: bool, seen: dict[int, Any]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in seen:
+            aligned = (
+                leaf.layout is torch.strided
+                and leaf.dim() > variant.dim
+                and leaf.shape[variant.dim] == first.shape[variant.dim]
+            )
+            if sharded and (leaf is first or (variant.all_aligned and aligned)):
+                seen[id(leaf)] = shard(team, leaf, variant.dim, rows)
+            else:
+                seen[id(leaf)] = _copy(leaf)
+        return seen[id(leaf)]
+
+    found: list[Any] = []
+    for sharded in (False, True):
+        seen: dict[int, Any] = {}
+        value, args, kwargs = pytree.tree_map(lambda leaf: deal(leaf, sharded=sharded, seen=seen), arguments)
+        with seeded():
+            found.append(_run(function, sample, value, args, kwargs, seen, variant))
+    for difference in _differences(*found, outcome, variant):
+        outcome.failures.append(f"{_words(sample)}: {difference}")
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    if leaf.layout is not torch.strided:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if 0 not in leaf.stride() else None
+    detached = leaf.detach()
+    made = detached.clone() if copy is None or _overlaps(leaf) else copy.copy_(detached)
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def _overlaps(leaf: Tensor) -> bool:
+    return torch._debug_has_internal_overlap(leaf) != 0
+
+
+def lopsided(total: int, replicas: int) -> tuple[int, ...]:
+    """Rows that differ from replica to replica: one more for the first where a batch would be split evenly."""
+    rows = list(uneven(total, replicas))
+    if len(set(rows)) == 1 and rows[-1] > 1:
+        rows[0], rows[-1] = rows[0] + 1, rows[-1] - 1
+    return tuple(rows)
+
+
+def _words(sample: Any) -> str:
+    def word(leaf: Any) -> str:
+        if isinstance(leaf, Tensor):
+            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return repr(leaf)
+
+    words = [word(leaf) for leaf in pytree.tree_leaves((sample.input, sample.args))]
+    return ", ".join([*words, *(f"{name}={pytree.tree_map(word, value)}" for name, value in sample.kwargs.items())])
+
+
+@dataclass
+class _Result:
+    error: BaseException | None
+    values: list[Any]
+    shards: list[str]
+    gradients: list[Any]
+    inputs: list[Tensor]
+
+
+def _run(
+    function: Callable[..., Any],
+    sample: Any,
+    value: Any,
+    args: Any,
+    kwargs: Any,
+    seen: dict[int, Any],
+    variant: Variant,
+) -> _Result:
+    result = _Result(None, [], [], [], [])
+    try:
+        output = function(value, *args, **kwargs)
+        output = sample.output_process_fn_grad(output)
+        leaves = pytree.tree_leaves(output)
+        for leaf in leaves:
+            result.shards.append(_kind(leaf))
+            result.values.append(leaf)
+        if variant.backward:
+            outputs = [
+                leaf
+                for leaf in leaves
+                if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided
+            ]
+            inputs = [tensor for tensor in seen.values() if tensor.requires_grad]
+            outputs = [leaf for leaf in outputs if not any(leaf is tensor for tensor in inputs)]
+            if outputs and inputs:
+                seeds = [_gradient_for(leaf, like=variant.all_aligned) for leaf in outputs]
+                result.gradients = list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
+        result.values = [_settled(leaf) for leaf in result.values]
+        result.gradients = [_settled(gradient) for gradient in result.gradients]
+        result.inputs = [_settled(tensor) for tensor in seen.values()]
+    except Exception as error:  # noqa: BLE001 - whatever it raises is compared
+        result.error = error
+    return result
+
+
+def _gradient_for(leaf: Tensor, *, like: bool) -> Tensor:
+    """Numbers that differ; dealt out as ``leaf`` is, if so wanted."""
+    count = max(leaf.numel(), 1)
+    ramp = torch.linspace(0.5, 1.5, count, dtype=torch.float64)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
+    shards = leaf.shards if isinstance(leaf, ShardedTensor) else None
+    return shard(shards.team, ramp, shards.dim, shards.rows) if like and shards else ramp
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, ShardedTensor):
+        return "whole"
+    return "sharded" if leaf.shards is not None else "parts" if leaf.parts is not None else "whole"
+
+
+def _settled(leaf: Any) -> Any:
+    if isinstance(leaf, ShardedTensor):
+        detached = leaf.detach()
+        value = plain(detached)
+        assert (value.shape, value.dtype) == (leaf.shape, leaf.dtype), f"is {value.shape}, says {leaf.shape}"
+        return _Strided(value.clone(), leaf.stride())
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@dataclass
+class _Strided:
+    value: Tensor
+    stride: tuple[int, ...]
+
+
+def _differences(bare: _Result, evenly: _Result, outcome: Outcome, variant: Variant) -> Iterator[str]:
+    if (bare.error is None) != (evenly.error is None) or (
+        bare.error is not None and type(bare.error) is not type(evenly.error)
+    ):
+        yield f"raises {evenly.error!r}, plain {bare.error!r}"
+        return
+    if bare.error is not None:
+        yield f"plain raises {bare.error!r}"
+        return
+    for kind in evenly.shards:
+        setattr(outcome, kind, getattr(outcome, kind) + 1)
+    groups = (("value", bare.values, evenly.values), ("gradient", bare.gradients, evenly.gradients))
+    for what, expected, actual in (*groups, ("input afterwards", bare.inputs, evenly.inputs)):
+        if len(expected) != len(actual):
+            yield f"{len(actual)} {what}s, plain {len(expected)}"
+            continue
+        for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
+            difference = _difference(a, b, strict=what == "value" and variant.dim == 0)
+            if difference:
+                yield f"{what} {position} {difference}"
+
+
+def _difference(expected: Any, actual: Any, *, strict: bool) -> str | None:
+    stride = None
+    if isinstance(actual, _Strided):
+        actual, stride = actual.value, actual.stride
+    if not isinstance(expected, Tensor):
+        return None if type(expected) is type(actual) and _equal(expected, actual) else f"{actual!r} != {expected!r}"
+    if not isinstance(actual, Tensor):
+        return f"is {actual!r}, plain a tensor"
+    if (expected.shape, expected.dtype, expected.layout) != (actual.shape, actual.dtype, actual.layout):
+        return f"is {actual.dtype}{list(actual.shape)}, plain {expected.dtype}{list(expected.shape)}"
+    try:
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+    except (AssertionError, RuntimeError) as error:
+        return "differs: " + " ".join(str(error).split())[:200]
+    if strict and stride is not None and expected.numel() > 1:
+        wanted = [(n, s) for n, s in zip(expected.shape, expected.stride(), strict=True) if n > 1]
+        got = [(n, s) for n, s in zip(expected.shape, stride, strict=True) if n > 1]
+        if wanted != got:
+            return f"has strides {stride}, plain {expected.stride()}"
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)  # noqa: PLR0124 - both are nan
