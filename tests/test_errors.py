@@ -22,7 +22,7 @@ from evenly.team.shipping import pack, unpack
 def raised(function: Callable[[], Any]) -> BaseException:
     try:
         function()
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         return error
     raise AssertionError
 
@@ -52,11 +52,11 @@ class KeywordOnly(RuntimeError):
         return f"code {self.code}"
 
 
-class Slotted(Exception):  # noqa: N818
+class Slotted(Exception):
     __slots__ = ("where",)
 
 
-class OwnReduce(Exception):  # noqa: N818
+class OwnReduce(Exception):
     def __init__(self, a: int, b: int) -> None:
         self.sum = a + b
 
@@ -73,31 +73,31 @@ def bad_file() -> None:
     raise BadFile("/x")
 
 
-class Unprintable(Exception):  # noqa: N818
+class Unprintable(Exception):
     def __str__(self) -> str:
         return self.missing
 
 
-def test_type_arguments_and_attributes_are_kept():
+def test_type_arguments_and_attributes_are_kept() -> None:
     exc = across(Shape(3, 4))
     assert type(exc) is Shape
     assert str(exc) == "want 3, got 4"
     assert (exc.want, exc.got) == (3, 4)
 
 
-def test_keyword_only_arguments():
+def test_keyword_only_arguments() -> None:
     exc = across(KeywordOnly(code=7))
     assert type(exc) is KeywordOnly
     assert str(exc) == "code 7"
 
 
-def test_slots_are_kept():
+def test_slots_are_kept() -> None:
     sent = Slotted("x")
     sent.where = "here"
     assert across(sent).where == "here"
 
 
-def test_a_class_that_says_how_to_rebuild_it_is_heard():
+def test_a_class_that_says_how_to_rebuild_it_is_heard() -> None:
     exc = across(OwnReduce(1, 2))
     assert type(exc) is OwnReduce
     assert exc.sum == 3
@@ -115,10 +115,10 @@ def test_a_class_that_says_how_to_rebuild_it_is_heard():
         lambda: sys.exit(3),
         lambda: __import__("not_a_module"),
         lambda: exec("1 +"),
-        lambda: bad_file(),
+        bad_file,
     ],
 )
-def test_builtin_exceptions_are_the_same_in_every_field(make: Callable[[], Any]):
+def test_builtin_exceptions_are_the_same_in_every_field(make: Callable[[], Any]) -> None:
     sent = raised(make)
     exc = across(sent)
     assert type(exc) is type(sent)
@@ -127,11 +127,11 @@ def test_builtin_exceptions_are_the_same_in_every_field(make: Callable[[], Any])
         assert getattr(exc, field, None) == getattr(sent, field, None)
 
 
-def test_out_of_memory_stays_out_of_memory():
+def test_out_of_memory_stays_out_of_memory() -> None:
     assert type(across(torch.OutOfMemoryError("no room"))) is torch.OutOfMemoryError
 
 
-def test_the_cause_says_where_it_happened_with_source_lines():
+def test_the_cause_says_where_it_happened_with_source_lines() -> None:
     def forward() -> None:
         raise ValueError("bad value")  # this line
 
@@ -145,7 +145,7 @@ def test_the_cause_says_where_it_happened_with_source_lines():
     assert (cause.replica, cause.device, cause.phase) == (1, "cpu", "forward")
 
 
-def test_functions_that_were_shipped_keep_their_lines():
+def test_functions_that_were_shipped_keep_their_lines() -> None:
     def forward() -> None:
         raise ValueError  # found through the shipped code
 
@@ -153,7 +153,7 @@ def test_functions_that_were_shipped_keep_their_lines():
     assert "# found through the shipped code" in story_of(across(raised(shipped)))
 
 
-def test_a_notebook_cells_lines_are_looked_up_in_the_driver():
+def test_a_notebook_cells_lines_are_looked_up_in_the_driver() -> None:
     source = "def forward():\n    return 1 / 0  # in a cell\n"
     namespace: dict[str, Any] = {}
     exec(compile(source, "<cell 5>", "exec"), namespace)
@@ -167,14 +167,14 @@ def test_a_notebook_cells_lines_are_looked_up_in_the_driver():
     assert 'File "<cell 5>", line 2, in forward' in story
 
 
-def test_no_line_is_invented_where_the_source_is_unknown():
+def test_no_line_is_invented_where_the_source_is_unknown() -> None:
     namespace: dict[str, Any] = {}
     exec(compile("def forward():\n    return 1 / 0\n", "<nowhere>", "exec"), namespace)
     lines = story_of(across(raised(namespace["forward"]))).splitlines()
     assert lines[-2:] == ['  File "<nowhere>", line 2, in forward', "ZeroDivisionError: division by zero"]
 
 
-def test_evenlys_own_frames_at_the_top_are_dropped():
+def test_evenlys_own_frames_at_the_top_are_dropped() -> None:
     payload = pack(0).payload
     story = story_of(across(raised(lambda: unpack(payload[:-2]))))
     assert "shipping.py" in story  # below the user's frame they stay
@@ -203,7 +203,7 @@ class Probe:
         return self.function()
 
 
-def test_causes_and_contexts_are_told_in_order():
+def test_causes_and_contexts_are_told_in_order() -> None:
     def fails() -> None:
         try:
             try:
@@ -219,7 +219,7 @@ def test_causes_and_contexts_are_told_in_order():
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes are new in Python 3.11")
-def test_notes_are_kept():
+def test_notes_are_kept() -> None:
     sent = ValueError("x")
     sent.add_note("look here")
     exc = across(sent)
@@ -227,7 +227,7 @@ def test_notes_are_kept():
     assert "look here" in story_of(exc)
 
 
-def test_what_cannot_travel_is_replaced_and_named():
+def test_what_cannot_travel_is_replaced_and_named() -> None:
     sent = ValueError("x", threading.Lock())
     sent.lock, sent.fine = threading.Lock(), 3
     exc = across(sent)
@@ -238,21 +238,21 @@ def test_what_cannot_travel_is_replaced_and_named():
     assert "lock = <unlocked" in exc.__notes__[0]
 
 
-def test_tensors_come_along_unless_they_are_large():
+def test_tensors_come_along_unless_they_are_large() -> None:
     sent = ValueError(torch.arange(3), torch.zeros(1 << 20))
     exc = across(sent)
     assert torch.equal(exc.args[0], torch.arange(3))
     assert exc.args[1].startswith("tensor([0.")
 
 
-def test_a_class_of_a_function_comes_home_as_itself():
-    class Local(Exception):  # noqa: N818
+def test_a_class_of_a_function_comes_home_as_itself() -> None:
+    class Local(Exception):
         pass
 
     assert type(across(Local("x"))) is Local
 
 
-def test_an_exception_that_cannot_be_rebuilt_is_a_replica_error_that_names_it():
+def test_an_exception_that_cannot_be_rebuilt_is_a_replica_error_that_names_it() -> None:
     exc = across(Unprintable())
     assert type(exc) is ReplicaError
     assert "failed in forward with " in str(exc)
@@ -298,14 +298,14 @@ except Exception as error:
 '''
 
 
-def test_exceptions_of_a_script_are_caught_by_their_class(tmp_path: Path):
+def test_exceptions_of_a_script_are_caught_by_their_class(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert result.stdout == "ok\n", result.stderr
 
 
-def test_the_whole_is_printed_as_python_prints_causes():
+def test_the_whole_is_printed_as_python_prints_causes() -> None:
     exc = across(raised(lambda: int("x")))
     text = "".join(traceback.format_exception(exc))
     assert text.index("ReplicaError: replica 1 (cpu) failed in forward") < text.index("direct cause")
@@ -321,7 +321,7 @@ def test_the_whole_is_printed_as_python_prints_causes():
         (None, "stopped answering"),
     ],
 )
-def test_a_death_is_explained(returncode: int | None, words: str):
+def test_a_death_is_explained(returncode: int | None, words: str) -> None:
     message = death_message(1, "cpu", pid=123, returncode=returncode, phase="forward", last_words="Fatal error\n")
     assert message.startswith("replica 1 (cpu, pid 123) ")
     assert words in message
@@ -329,7 +329,7 @@ def test_a_death_is_explained(returncode: int | None, words: str):
 
 
 @pytest.mark.parametrize("cls", [ReplicaError, ReplicaDied])
-def test_they_can_be_pickled(cls: type[ReplicaError]):
+def test_they_can_be_pickled(cls: type[ReplicaError]) -> None:
     facts = ("message", 1, "cpu", "forward") + ((123, -9) if cls is ReplicaDied else ())
     copy = pickle.loads(pickle.dumps(cls(*facts)))
     assert type(copy) is cls

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -48,9 +47,6 @@ def watched() -> tuple[Net, Watch]:
     return net, Watch(net)
 
 
-# --- nothing ----------------------------------------------------------------------------------------------------
-
-
 def no_change(net: Net) -> None: ...
 
 
@@ -85,14 +81,11 @@ def equal_number(net: Net) -> None:
     "change",
     [no_change, train_step, buffer_values, buffer_of_the_same_kind, weights_in_place, load, equal_number],
 )
-def test_no_change_is_seen(change: Callable[[Net], None]):
+def test_no_change_is_seen(change: Callable[[Net], None]) -> None:
     net, watch = watched()
     change(net)
     assert not watch.changes()
     assert watch.changes() == Changes()
-
-
-# --- structure --------------------------------------------------------------------------------------------------
 
 
 def replaced_module(net: Net) -> None:
@@ -196,7 +189,7 @@ def parametrized(net: Net) -> None:
         parametrized,
     ],
 )
-def test_structure(change: Callable[[Net], None]):
+def test_structure(change: Callable[[Net], None]) -> None:
     net, watch = watched()
     change(net)
     assert watch.changes() == Changes(structure=True)
@@ -206,13 +199,13 @@ def test_structure(change: Callable[[Net], None]):
     assert not watch.changes()
 
 
-def test_a_setting_of_a_module_that_says_what_travels_is_structure():
+def test_a_setting_of_a_module_that_says_what_travels_is_structure() -> None:
     net, watch = watched()
     net.rnn.dropout = 0.5
     assert watch.changes().structure
 
 
-def test_a_removed_hook():
+def test_a_removed_hook() -> None:
     net = Net()
     handle = net.head.register_forward_hook(lambda *_: None)
     watch = Watch(net)
@@ -221,7 +214,7 @@ def test_a_removed_hook():
     assert watch.changes().structure
 
 
-def test_a_removed_parametrization():
+def test_a_removed_parametrization() -> None:
     net = Net()
     parametrizations.weight_norm(net.head[0])
     watch = Watch(net)
@@ -230,15 +223,12 @@ def test_a_removed_parametrization():
     assert watch.changes().structure
 
 
-def test_a_lazy_module_that_came_to_be():
+def test_a_lazy_module_that_came_to_be() -> None:
     net = nn.Sequential(nn.LazyLinear(3))
     watch = Watch(net)
     assert not watch.changes()
     net(torch.ones(1, 2))
     assert watch.changes().structure
-
-
-# --- attributes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -261,7 +251,7 @@ def test_a_lazy_module_that_came_to_be():
         (lambda net: setattr(net, "hook", partial(print, end="x")), "hook"),
     ],
 )
-def test_an_attribute(change: Callable[[Net], None], name: str):
+def test_an_attribute(change: Callable[[Net], None], name: str) -> None:
     net, watch = watched()
     change(net)
     assert watch.changes() == Changes(attributes=[(0, name, getattr(net, name))])
@@ -270,20 +260,20 @@ def test_an_attribute(change: Callable[[Net], None], name: str):
     assert not watch.changes()
 
 
-def test_an_attribute_that_is_gone():
+def test_an_attribute_that_is_gone() -> None:
     net, watch = watched()
     del net.scale
     assert watch.changes().attributes == [(0, "scale", DELETED)]
 
 
-def test_a_config_that_several_modules_share():
+def test_a_config_that_several_modules_share() -> None:
     net, watch = watched()
     net.config.inner.depth = 4
     index = list(net.modules()).index(net.head)
     assert watch.changes().attributes == [(0, "config", net.config), (index, "config", net.config)]
 
 
-def test_an_array_that_is_not_torchs():
+def test_an_array_that_is_not_torchs() -> None:
     numpy = pytest.importorskip("numpy")
     net = Net()
     net.array = numpy.zeros(3)
@@ -293,7 +283,7 @@ def test_an_array_that_is_not_torchs():
     assert [name for _, name, _ in watch.changes().attributes] == ["array"]
 
 
-def test_what_contains_itself():
+def test_what_contains_itself() -> None:
     net = Net()
     net.names.append(net.names)
     net.config.parent = net.config
@@ -303,7 +293,7 @@ def test_what_contains_itself():
     assert watch.changes().attributes
 
 
-def test_large_containers_count_by_their_length():
+def test_large_containers_count_by_their_length() -> None:
     net = Net()
     net.words = {str(i): i for i in range(5000)}
     watch = Watch(net)
@@ -312,7 +302,7 @@ def test_large_containers_count_by_their_length():
     assert [name for _, name, _ in watch.changes().attributes] == ["words"]
 
 
-def test_what_forward_sets_is_no_change():
+def test_what_forward_sets_is_no_change() -> None:
     net, watch = watched()
     net.calls = 1
     net.last = torch.ones(2)
@@ -324,7 +314,7 @@ def test_what_forward_sets_is_no_change():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_weight_norm_sets_its_weight_in_every_forward():
+def test_old_weight_norm_sets_its_weight_in_every_forward() -> None:
     net = nn.Sequential(weight_norm(nn.Linear(2, 2)))
     watch = Watch(net)
     net(torch.ones(1, 2)).sum().backward()
@@ -333,10 +323,7 @@ def test_old_weight_norm_sets_its_weight_in_every_forward():
     assert not watch.changes()
 
 
-# --- flags ------------------------------------------------------------------------------------------------------
-
-
-def test_training():
+def test_training() -> None:
     net, watch = watched()
     net.head.eval()
     assert watch.changes() == Changes(training=[module.training for module in net.modules()])
@@ -346,7 +333,7 @@ def test_training():
     assert watch.changes().training == [False] * len(list(net.modules()))
 
 
-def test_requires_grad():
+def test_requires_grad() -> None:
     net, watch = watched()
     net.conv.weight.requires_grad_(False)
     names = [name for name, _ in net.named_parameters()]
@@ -355,7 +342,7 @@ def test_requires_grad():
     assert not watch.changes()
 
 
-def test_leaves_that_are_no_parameters():
+def test_leaves_that_are_no_parameters() -> None:
     scale = torch.ones(1, requires_grad=True)
     net = nn.Linear(2, 2)
     net.act = lambda x: x * scale
@@ -367,10 +354,7 @@ def test_leaves_that_are_no_parameters():
     assert watch.changes().requires_grad == [(registry.index(scale), False)]
 
 
-# --- together ---------------------------------------------------------------------------------------------------
-
-
-def test_changes_travel_and_are_applied():
+def test_changes_travel_and_are_applied() -> None:
     net, watch = watched()
     theirs = copy.deepcopy(net)
     modules, their_modules = list(net.modules()), list(theirs.modules())
@@ -391,10 +375,8 @@ def test_changes_travel_and_are_applied():
     assert not hasattr(theirs, "table")
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda t: t, lambda t: [t], lambda t: {"h": (t,)}, lambda t: SimpleNamespace(h=t)]
-)
-def test_what_forward_left_on_self_is_not_kept_alive(wrap: Callable[[Any], Any]):
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [t], lambda t: {"h": (t,)}, lambda t: SimpleNamespace(h=t)])
+def test_what_forward_left_on_self_is_not_kept_alive(wrap: Callable[[Any], Any]) -> None:
     net, watch = watched()
     hidden = torch.ones(10)
     alive = weakref.ref(hidden)
@@ -406,7 +388,7 @@ def test_what_forward_left_on_self_is_not_kept_alive(wrap: Callable[[Any], Any])
     assert alive() is None
 
 
-def test_ordered_dicts_and_subclasses_of_containers():
+def test_ordered_dicts_and_subclasses_of_containers() -> None:
     class Options(dict[str, int]):
         pass
 
@@ -419,7 +401,3 @@ def test_ordered_dicts_and_subclasses_of_containers():
     net.options.extra.append(2)
     net.order.move_to_end("a")
     assert [name for _, name, _ in watch.changes().attributes] == ["options", "order"]
-
-
-def test_nothing_of_this_needs_numpy():
-    assert "numpy" not in vars(sys.modules["evenly.watch"])

@@ -5,6 +5,7 @@ from evenly.batch import replicate, samples
 from evenly.data_parallel import DataParallel, ReplicaReport, data_parallel
 from evenly.sharded import ShardedTensor
 from evenly.team.errors import ReplicaDied, ReplicaError
+from evenly.whole_batch import whole_batch
 
 __all__ = [
     "DataParallel",
@@ -16,4 +17,5 @@ __all__ = [
     "data_parallel",
     "replicate",
     "samples",
+    "whole_batch",
 ]

@@ -1,92 +1,26 @@
 """How a batch is split: which arguments are cut along which dimension, and what each replica is given.
 
-The rules: the first tensor says how many rows the batch has. Every tensor of that size along the batch dimension is
-cut, one without such a dimension is given to every replica whole, and what fits neither is refused, because a guess
-would drop rows silently. Nothing here knows of processes; shards are views.
+The rules: the first tensor says how many rows the batch has. Every tensor of that size along the batch
+dimension is cut, one without such a dimension is given to every replica whole, and what fits neither is
+refused, because a guess would drop rows silently. Nothing here knows of processes; shards are views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from evenly.parts import Along, Items, Marker, Packed, Part, Replicated, Samples, TensorLeaf, Unit, Whole, cut
+from evenly.containers import ATOMS
+from evenly.marks import Along, InDims, Marker, Samples, is_marker, mark_call, replicate, samples
+from evenly.parts import Items, Packed, Part, TensorLeaf, Unit, Whole, cut
+from evenly.rows import split_rows
 from evenly.structure import LEAF, Tree, flatten, is_record, unpack
 
-InDims = Any
-"""An int, "samples", or a tuple (per positional argument) or dict (per argument) of nested ints, None and "samples"."""
-
-
-def replicate(value: Any) -> Any:
-    """Marks an argument that belongs to the batch as a whole: each replica gets all of it.
-
-    Args:
-        value: Anything, nested values of tensors included. The module receives the value without the mark.
-    """
-    return Replicated(value)
-
-
-def samples(items: Sequence[Any]) -> Any:
-    """Marks a Python sequence with one item per row of the batch: each replica gets the items of its rows.
-
-    Args:
-        items: A list or tuple (its type is kept), or another sequence (replicas get lists). Items may be tensors of
-            different shapes, dicts, strings, anything. The module receives them without the mark.
-
-    Raises:
-        TypeError: If it is a tensor, a string or no sequence.
-    """
-    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
-        raise TypeError(f"evenly.samples takes a sequence with one item per row, got a {type(items).__name__}")
-    return Samples(items)
-
-
-def split_rows(size: int, devices: int, weights: Sequence[float] | None = None, min_rows: int = 1) -> tuple[int, ...]:
-    """How many rows each replica computes.
-
-    Args:
-        size: Rows of the batch.
-        devices: Number of replicas there are.
-        weights: Proportions, one per replica. A weight of 0 leaves the replica out, which only the last replicas
-            can be: replica 0 always takes part. Every other replica gets at least `min_rows` rows.
-        min_rows: No replica gets fewer rows, unless the whole batch has fewer.
-
-    Returns:
-        One number per replica that takes part, all positive (except for an empty batch) and summing to `size`. Without
-        weights they differ by at most one, the larger first.
-
-    Raises:
-        ValueError: If weights are negative, not one per replica, or 0 before a positive one.
-    """
-    if weights is not None:
-        devices = _count_weighted(weights, devices)
-    taking_part = max(1, min(devices, size // max(min_rows, 1)))
-    if weights is None or taking_part == 1:
-        base, extra = divmod(size, taking_part)
-        return (base + 1,) * extra + (base,) * (taking_part - extra)
-    total = sum(weights[:taking_part])
-    ideal = [size * weight / total for weight in weights[:taking_part]]
-    rows = [max(min_rows, int(share)) for share in ideal]
-    while (missing := size - sum(rows)) != 0:
-        sign = 1 if missing > 0 else -1
-        movable = [r for r in range(taking_part) if sign > 0 or rows[r] > min_rows]
-        rows[max(movable, key=lambda r: (sign * (ideal[r] - rows[r]), -r))] += sign
-    return tuple(rows)
-
-
-def _count_weighted(weights: Sequence[float], devices: int) -> int:
-    if len(weights) != devices:
-        raise ValueError(f"split weights must be one per replica: got {len(weights)} for {devices} replicas")
-    positive = [weight > 0 for weight in weights]
-    if min(weights) < 0 or not positive[0] or sorted(positive, reverse=True) != positive:
-        raise ValueError(
-            f"split weights must be positive, except that the last replicas can be left out with 0: got {list(weights)}"
-        )
-    return sum(positive)
+__all__ = ["SplitPlan", "plan_split", "replicate", "samples", "split_rows"]
 
 
 class SplitPlan:
@@ -97,17 +31,27 @@ class SplitPlan:
         dim: The batch dimension where nothing else was said.
         rows: Rows of each replica that takes part, from replica 0 on. `(1,)` when `size` is None: one call on
             replica 0.
-        leaves: One unit per argument part, in order, with its `path` and `treatment`: "split", "whole", "samples"
-            (a list cut item by item) or "object" (a Python value; the driver's own goes to replica 0, others need a
-            copy).
+        leaves: One unit per argument part, in order, with its `path` and `treatment`: "split", "whole",
+            "samples" (a list cut item by item) or "object" (a Python value; the driver's own goes to replica
+            0, others need a copy).
     """
 
-    def __init__(self, size: int | None, dim: int, rows: tuple[int, ...], tree: Tree, leaves: list[Unit]) -> None:
+    def __init__(
+        self,
+        *,
+        size: int | None,
+        dim: int,
+        rows: tuple[int, ...],
+        tree: Tree,
+        leaves: list[Unit],
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    ) -> None:
         self.size = size
         self.dim = dim
         self.rows = rows
         self.leaves = leaves
         self._tree = tree
+        self._call = call
         self._tensor_leaves = [leaf for unit in leaves for leaf in unit.tensors]
         ends = list(accumulate(rows))
         self._parts = [
@@ -154,7 +98,14 @@ class SplitPlan:
         """The same arguments cut at other boundaries; the rows must add up to `size`."""
         if sum(rows) != (self.size or 0):
             raise ValueError(f"rows {list(rows)} do not add up to the {self.size} rows of the batch")
-        return SplitPlan(self.size, self.dim, tuple(rows), self._tree, self.leaves)
+        return SplitPlan(
+            size=self.size,
+            dim=self.dim,
+            rows=tuple(rows),
+            tree=self._tree,
+            leaves=self.leaves,
+            call=self._call,
+        )
 
     def merge(self, leaf: TensorLeaf, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Puts what belongs to the parts of a tensor, gradients above all, together for the whole tensor.
@@ -164,11 +115,16 @@ class SplitPlan:
             parts: One per replica, all on one device, None for nothing (a gradient of zeros).
 
         Returns:
-            The parts side by side in their rows; their sum for a tensor that was given whole; None if all are None.
+            The parts side by side in their rows; their sum for a tensor that was given whole; None if all are
+            None.
         """
         return leaf.merge(parts, self._parts)
 
     def _build(self, part: Part, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # A module that runs alone gets what the user gave: what it appends to or fills is the user's.
+        alone = len(self.rows) == 1 and part.replica == 0
+        if alone and self._call is not None and _same_tensors(tensors, self._tensor_leaves):
+            return self._call
         if self._tree.is_call:
             return tuple(tensors), {}
         given = iter(tensors)
@@ -193,51 +149,58 @@ def plan_split(
         devices: Number of replicas there are; fewer take part when there are fewer rows.
         dim: The batch dimension of tensors about which `in_dims` says nothing.
         weights: Proportions of rows, see `split_rows`.
-        in_dims: As in `torch.vmap`, what the rows of each argument are: an int for the dimension of a tensor (of all
-            tensors in a container), None for an argument given whole, "samples" for a sequence with one item per row.
-            A tuple or list has one entry per positional argument, and keyword arguments follow the rules. A dict
-            names arguments by position (int) or keyword (str), and arguments that it does not name follow the rules.
-            An int or "samples" alone goes for every argument; None alone says nothing. Entries may be nested like
-            the argument; a dict in them, too, needs to name only the keys it is about.
+        in_dims: As in `torch.vmap`, what the rows of each argument are: an int for the dimension of a tensor
+            (of all tensors in a container), None for an argument given whole, "samples" for a sequence with
+            one item per row. A tuple or list has one entry per positional argument, and keyword arguments
+            follow the rules. A dict names arguments by position (int) or keyword (str), and arguments that it
+            does not name follow the rules. An int or "samples" alone goes for every argument; None alone says
+            nothing. Entries may be nested like the argument; a dict in them, too, needs to name only the keys
+            it is about.
         min_rows: No shard has fewer rows (2 for BatchNorm in training), unless the batch has.
 
     Raises:
-        ValueError: If a tensor's size along the batch dimension is neither that of the batch nor 1, or if `in_dims`
-            does not fit the arguments. The message names the argument's path, both sizes and the remedies.
+        ValueError: If a tensor's size along the batch dimension is neither that of the batch nor 1, or if
+            `in_dims` does not fit the arguments. The message names the argument's path, both sizes and the
+            remedies.
     """
     if devices < 1:
         raise ValueError(f"a batch needs at least one device to be computed on, got {devices}")
     named = dict(kwargs)
     if in_dims is not None:
-        args, named = _mark_call(args, named, in_dims)
+        args, named = mark_call(args, named, in_dims)
     call = (args, named)
-    leaves, tree = flatten(call, is_leaf=_is_marker, root=("args", "kwargs"))
+    leaves, tree = flatten(call, is_leaf=is_marker, root=("args", "kwargs"))
     found = _find_size(leaves, dim)
     if found is None:
         size, rows, place = None, (1,), 0
     else:
         size, place = found
         rows = split_rows(size, devices, weights, min_rows)
-    planner = _Planner(size, dim, devices, len(rows), lambda: _origin(tree, leaves, place))
+    planner = _Planner(
+        size,
+        dim,
+        replicas=len(rows),
+        # With a single device there is nothing to split, so nothing to refuse.
+        strict=devices > 1 and size is not None,
+        origin=lambda: _origin(tree, leaves, place),
+    )
     if tree.is_call:
-        units: list[Unit] = [planner.tensor(leaf, f"args[{index}]") for index, leaf in enumerate(leaves)]
-        return SplitPlan(size, dim, rows, tree, units)
-    outer = unpack(call)
-    if outer is None:  # pragma: no cover - a tuple always opens
-        raise AssertionError
-    trees = [planner.container(value, root) for value, root in zip(outer.children, ("args", "kwargs"), strict=True)]
-    return SplitPlan(size, dim, rows, outer.close(trees), planner.units)
+        planner.units = [planner.tensor(leaf, f"args[{index}]") for index, leaf in enumerate(leaves)]
+    else:
+        trees = [planner.container(args, "args"), planner.container(named, "kwargs")]
+        tree = Tree(tree.kind, tree.type, tree.keys, tuple(trees))
+    marked = any(isinstance(leaf, Marker) for leaf in leaves)
+    return SplitPlan(size=size, dim=dim, rows=rows, tree=tree, leaves=planner.units, call=None if marked else call)
 
 
 class _Planner:
     """Walks through the arguments once and decides on every part of them."""
 
-    def __init__(self, size: int | None, dim: int, devices: int, replicas: int, origin: Callable[[], str]) -> None:
+    def __init__(self, size: int | None, dim: int, *, replicas: int, strict: bool, origin: Callable[[], str]) -> None:
         self.size = size
         self.dim = dim
         self.replicas = replicas
-        # With a single device there is nothing to split, so nothing to refuse.
-        self.strict = devices > 1 and size is not None
+        self.strict = strict
         self.origin = origin
         self.units: list[Unit] = []
 
@@ -255,41 +218,49 @@ class _Planner:
 
     def value(self, value: Any, path: str, along: int | None = None) -> Tree:
         """Decides on a value and everything in it."""
-        if isinstance(value, Marker):
-            if isinstance(value, Along):
-                return self.value(value.value, path, value.dim)
-            self.units.append(self.samples(value.value, path) if isinstance(value, Samples) else Whole.of(value, path))
-            return LEAF
-        if isinstance(value, torch.Tensor):
-            self.units.append(self.tensor(value, path, along))
-            return LEAF
-        if isinstance(value, PackedSequence):
-            self.units.append(self.packed(value, path))
-            return LEAF
-        node = unpack(value)
-        if node is None:
-            if along is not None and value is not None:
-                raise ValueError(
-                    f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only tensors "
-                    'have dimensions. Use None (given whole) or "samples" (a sequence with one item per row)'
-                )
-            self.units.append(Whole(path, value))
-            return LEAF
-        if along is None and type(value) in {list, tuple} and self.is_per_sample(value, path):
-            self.units.append(self.samples(value, path))
+        if isinstance(value, Along):
+            return self.value(value.value, path, value.dim)
+        unit = self.unit(value, path, along)
+        if unit is not None:
+            self.units.append(unit)
             return LEAF
         mark = len(self.units)
         tree = self.container(value, path, along)
         if all(isinstance(unit, Whole) and not unit.tensors for unit in self.units[mark:]):
-            # The driver's own object must reach replica 0: a deque that forward appends to, a dict that it fills.
+            # The driver's own object must reach replica 0: a deque that forward appends to, a dict it fills.
             self.units[mark:] = [Whole(path, _unmarked(value))]
             return LEAF
         return tree
 
+    def unit(self, value: Any, path: str, along: int | None) -> Unit | None:
+        """Decides on a value that is dealt with as one; None for a container to be opened."""
+        if isinstance(value, torch.Tensor):
+            return self.tensor(value, path, along)
+        if isinstance(value, Samples):
+            return self.samples(value.value, path)
+        if isinstance(value, Marker):
+            return Whole.of(value, path)
+        if isinstance(value, PackedSequence):
+            return self.packed(value, path)
+        if unpack(value) is not None:
+            per_sample = along is None and type(value) in {list, tuple} and self.is_per_sample(value, path)
+            return self.samples(value, path) if per_sample else None
+        if along is not None and value is not None:
+            raise ValueError(
+                f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only "
+                'tensors have dimensions. Use None (given whole) or "samples" (one item per row)'
+            )
+        return Whole(path, value)
+
     def tensor(self, value: torch.Tensor, path: str, along: int | None = None) -> Unit:
         """Decides on a tensor."""
         dim = self.dim if along is None else along
-        if self.size is None or (value.ndim == 0 and along is None):
+        if value.is_nested and self.strict:
+            raise ValueError(
+                f"{path} is a nested tensor, which cannot be split. Pass evenly.samples(list(x.unbind())), "
+                "or the whole with evenly.replicate(...)"
+            )
+        if self.size is None or value.is_nested or (value.ndim == 0 and along is None):
             return TensorLeaf(path, value, None)
         if not -value.ndim <= dim < value.ndim:
             if not self.strict:
@@ -323,19 +294,22 @@ class _Planner:
             return False
         tensors: list[torch.Tensor] = []
         for item in value:
-            leaves, _ = flatten(item, is_leaf=_is_marker, root=path)
+            if type(item) in ATOMS:
+                continue
+            leaves, _ = flatten(item, is_leaf=is_marker, root=path)
             if any(isinstance(leaf, Marker) for leaf in leaves):
                 return False
             inside = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if (inside and not is_record(item)) or any(isinstance(leaf, PackedSequence) for leaf in leaves):
                 return False
             tensors += inside
-        sizes = {tensor.shape[self.dim] if -tensor.ndim <= self.dim < tensor.ndim else 1 for tensor in tensors}
+        sizes = {_size_along(tensor, self.dim) or 1 for tensor in tensors}
         if self.replicas > 1 and sizes - {1} == {self.size}:
             raise ValueError(
-                f"{path} has {self.size} items, as many as the batch has rows ({self.origin()}), and the tensors in "
-                f"them have {self.size} rows as well: it could be one item per row or one batch per item. Say which, "
-                f'with evenly.samples(...) or in_dims="samples" for the first, in_dims={self.dim} for the second'
+                f"{path} has {self.size} items, as many as the batch has rows ({self.origin()}), and the "
+                f"tensors in them have {self.size} rows as well: it could be one item per row or one batch "
+                'per item. Say which, with evenly.samples(...) or in_dims="samples" for the first, '
+                f"in_dims={self.dim} for the second"
             )
         return True
 
@@ -343,26 +317,28 @@ class _Planner:
         """Refuses tensors whose rows cannot be cut."""
         if value.layout is not torch.sparse_coo:
             raise ValueError(
-                f"{path} is a {str(value.layout).removeprefix('torch.')} tensor of shape {list(value.shape)}, whose "
-                f"dimension {dim} cannot be split. Pass it as COO, or whole with evenly.replicate(...) or in_dims="
+                f"{path} is a {str(value.layout).removeprefix('torch.')} tensor of shape "
+                f"{list(value.shape)}, whose dimension {dim} cannot be split. Pass it as COO, or whole with "
+                "evenly.replicate(...) or in_dims="
             )
 
     def refuse(self, path: str, what: str, value: torch.Tensor | None = None) -> NoReturn:
         """Raises the error for an argument that does not fit the batch."""
         shape = "" if value is None else f" (shape {list(value.shape)})"
         raise ValueError(
-            f"{path} {what}{shape}, but the batch has {self.size} rows ({self.origin()}). If each replica needs all "
-            f"of it, pass evenly.replicate(...) around it or None for it in in_dims=. If its rows are elsewhere, "
-            f'in_dims= names their dimension, or "samples" for a sequence with one item per row'
+            f"{path} {what}{shape}, but the batch has {self.size} rows ({self.origin()}). If each replica "
+            "needs all of it, pass evenly.replicate(...) around it or None for it in in_dims=. If its rows "
+            'are elsewhere, in_dims= names their dimension, or "samples" for a sequence with one item per '
+            "row"
         )
 
 
-def _is_marker(value: Any) -> bool:
-    return isinstance(value, Marker)
+def _same_tensors(tensors: Sequence[torch.Tensor | None], leaves: Sequence[TensorLeaf]) -> bool:
+    return all(new is leaf.value for new, leaf in zip(tensors, leaves, strict=True))
 
 
 def _unmarked(value: Any) -> Any:
-    leaves, tree = flatten(value, is_leaf=_is_marker)
+    leaves, tree = flatten(value, is_leaf=is_marker)
     if not any(isinstance(leaf, Marker) for leaf in leaves):
         return value
     return tree.rebuild([leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves])
@@ -385,7 +361,7 @@ def _marked_size(leaf: Marker) -> int | None:
     if isinstance(leaf, Samples):
         return len(leaf.value)
     if isinstance(leaf, Along):
-        inner, _ = flatten(leaf.value, is_leaf=_is_marker)
+        inner, _ = flatten(leaf.value, is_leaf=is_marker)
         sizes = (_marked_size(x) if isinstance(x, Marker) else _size_along(x, leaf.dim) for x in inner)
         return next((size for size in sizes if size is not None), None)
     return None
@@ -395,73 +371,10 @@ def _size_along(leaf: Any, dim: int) -> int | None:
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     if isinstance(leaf, torch.Tensor) and leaf.ndim and -leaf.ndim <= dim < leaf.ndim:
-        return leaf.shape[dim]
+        return leaf.size(dim)
     return None
 
 
 def _origin(tree: Tree, leaves: Sequence[Any], place: int) -> str:
     leaf, path = leaves[place], tree.paths(("args", "kwargs"))[place]
     return f"{path}, shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else path
-
-
-def _mark_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: InDims
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turns `in_dims` into markers around the arguments it is about."""
-    if isinstance(in_dims, Mapping):
-        entries = dict(cast("Mapping[int | str, Any]", in_dims))
-        unknown = [key for key in entries if key not in kwargs and key not in range(len(args))]
-        if unknown:
-            raise ValueError(
-                f"in_dims names {unknown!r}, but the call has {len(args)} positional arguments and the keywords "
-                f"{list(kwargs)}"
-            )
-    elif isinstance(in_dims, (tuple, list)):
-        dims = cast("Sequence[Any]", in_dims)
-        if len(dims) != len(args):
-            raise ValueError(f"in_dims has {len(dims)} entries, but the call has {len(args)} positional arguments")
-        entries = dict(enumerate(dims))
-    else:
-        entries = dict.fromkeys([*range(len(args)), *kwargs], in_dims)
-    marked = tuple(_mark(value, entries[i], f"args[{i}]") if i in entries else value for i, value in enumerate(args))
-    named = {
-        key: _mark(value, entries[key], f'kwargs["{key}"]') if key in entries else value
-        for key, value in kwargs.items()
-    }
-    return marked, named
-
-
-def _mark(value: Any, spec: Any, path: str) -> Any:
-    if isinstance(value, Marker):
-        return value
-    if spec is None:
-        return Replicated(value)
-    if spec == "samples":
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise ValueError(f'in_dims gives "samples" for {path}, but that is a {type(value).__name__}: no sequence')
-        return Samples(cast("Sequence[Any]", value))
-    if isinstance(spec, int) and not isinstance(spec, bool):
-        _check_dim(value, spec, path)
-        return Along(value, spec)
-    entries, node = unpack(spec), unpack(value)
-    if entries is None or node is None:
-        raise ValueError(f'in_dims gives {spec!r} for {path}: an int, None, "samples" or a structure of them fits')
-    specs = dict(zip(entries.tree.keys, entries.children, strict=True))
-    partial = isinstance(spec, Mapping)
-    if not specs.keys() <= set(node.tree.keys) or not (partial or len(specs) == len(node.children)):
-        raise ValueError(f"in_dims gives {spec!r} for {path}, which has {list(node.tree.keys)}")
-    children = [
-        _mark(child, specs[key], child_path) if key in specs else child
-        for key, child, child_path in zip(node.tree.keys, node.children, node.paths(path), strict=True)
-    ]
-    return node.tree.rebuild(children)
-
-
-def _check_dim(value: Any, dim: int, path: str) -> None:
-    leaves, tree = flatten(value, is_leaf=_is_marker)
-    for leaf, leaf_path in zip(leaves, tree.paths(path), strict=True):
-        if isinstance(leaf, torch.Tensor) and not -leaf.ndim <= dim < leaf.ndim:
-            raise ValueError(
-                f"in_dims gives dimension {dim} for {leaf_path}, which has {leaf.ndim} dimensions "
-                f"(shape {list(leaf.shape)})"
-            )

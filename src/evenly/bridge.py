@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from evenly.call import Call
-    from evenly.joining import Join, Joiner
+    from evenly.joining import Join
+    from evenly.reverse import Reverse
     from evenly.team.answer import Answer
 
 
-def run(call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner]) -> Any:
+def run(call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join]) -> Any:
     """Run a call and return its joined output, in the driver's autograd graph where gradients are wanted."""
     inputs = [position for position, leaf in enumerate(call.leaves) if leaf.value.requires_grad]
     if not torch.is_grad_enabled() or not (call.parameters or inputs):
-        join = call.forward(joiner, graph=False)
-        return join.build([joint.tensor for joint in join.joints])
+        join, _ = call.forward(joiner, graph=False)
+        return join.build(join.take())
     values = [call.leaves[position].value for position in inputs]
     state = _State(call, joiner, inputs)
-    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))
+    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))  # pyright: ignore[reportUnknownMemberType]
     join = state.join
     assert join is not None  # noqa: S101 - set by the forward
     return join.build(outputs or ())
@@ -40,7 +40,9 @@ class _State:
 
     __slots__ = ("call", "inputs", "join", "joiner")
 
-    def __init__(self, call: Call, joiner: Callable[[Any, Sequence[Answer]], Joiner] | None, inputs: list[int]) -> None:
+    def __init__(
+        self, call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join] | None, inputs: list[int]
+    ) -> None:
         self.call = call
         self.joiner = joiner
         self.inputs = inputs
@@ -51,23 +53,75 @@ class _Bridge(torch.autograd.Function):
     """The model as one node of the driver's graph."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+    def forward(ctx: Any, state: _State, *tensors: Tensor) -> tuple[Tensor, ...]:
         assert state.joiner is not None  # noqa: S101
-        join = state.join = state.call.forward(state.joiner, graph=True)
-        state.joiner = None
+        join, ctx.reverse = state.call.forward(state.joiner, graph=True)
+        state.join, state.joiner = join, None
         ctx.call, ctx.inputs = state.call, state.inputs
         ctx.set_materialize_grads(False)
-        outputs = tuple(joint.tensor for joint in join.joints)
-        ctx.mark_non_differentiable(*[joint.tensor for joint in join.joints if not joint.differentiable])
+        # Kept for gradients of gradients, which flow to the same tensors; the call refers to them anyway.
+        ctx.tensors = tensors
+        outputs = join.take()
+        passive = [tensor for tensor, joint in zip(outputs, join.joints, strict=True) if not joint.differentiable]
+        ctx.mark_non_differentiable(*passive)
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call = cast("Call", ctx.call)
-        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
+        reverse = cast("Reverse", ctx.reverse)
+        keep = _keeps_graph()
         if all(gradient is None for gradient in gradients):
-            return (None,) * (1 + len(call.parameters) + len(ctx.inputs))
-        with call.team.lock:
-            parameters, inputs = call.backward(gradients, ctx.inputs, keep=keep)
-        return (None, *parameters, *inputs)
+            return (None,) * (1 + len(ctx.tensors))
+        if torch.is_grad_enabled():  # create_graph=True
+            bridge = cast("Any", _GradientBridge)
+            return (None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
+        with reverse.team.lock:
+            found = reverse.run(gradients, ctx.inputs, keep=keep)
+        return (None, *found.parameters, *found.inputs)
+
+
+class _GradientBridge(torch.autograd.Function):
+    """The backward of the model as one node of the driver's graph.
+
+    Incoming gradients, parameters and inputs go in, gradients of parameters and inputs come out.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, reverse: Reverse, inputs: list[int], keep: bool, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        gradients = tensors[:count]
+        ctx.set_materialize_grads(False)
+        with reverse.team.lock:
+            found = reverse.run(gradients, inputs, keep=keep, again=True)
+        ctx.reverse, ctx.inputs, ctx.count = found.reverse, inputs, count
+        ctx.flowing = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        return (*found.parameters, *found.inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        reverse = cast("Reverse", ctx.reverse)
+        with torch.no_grad(), reverse.team.lock:
+            found = reverse.run(gradients, ctx.inputs, keep=_keeps_graph(), flows=ctx.flowing)
+        flows: list[Tensor | None] = [None] * ctx.count
+        for number, flow in zip(ctx.flowing, found.flows, strict=True):
+            flows[number] = flow
+        results = (None, None, None, None, *flows, *found.parameters, *found.inputs)
+        return _no_further(results) if torch.is_grad_enabled() else results
+
+
+def _no_further(results: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of second order that say, when somebody wants to go further, that there is no way."""
+    message = (
+        "evenly gives gradients of first and second order: this one would be of third order. Compute it on the bare "
+        "module (model.module)"
+    )
+    present = [result.detach().requires_grad_() for result in results if result is not None]
+    error = cast("Any", torch._C)._functions.DelayedError  # torch's own way to refuse when it comes to it
+    refusing = iter(error(message.encode(), len(present))(*present))
+    return tuple([None if result is None else next(refusing) for result in results])
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward that is running leaves the graph for another one."""
+    return bool(cast("Any", torch._C)._autograd._get_current_graph_task_keep_graph())

@@ -5,19 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from evenly import bridge
 from evenly.batch import plan_split
 from evenly.call import Call, Work
 from evenly.devices import Device, resolve_devices
+from evenly.outputs import SCALAR_RULES
 from evenly.probing import Outputs
 from evenly.replicated import Replicated
+from evenly.rows import split_rows
+from evenly.team.collectives import Kind
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
+from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 
 
@@ -61,6 +67,11 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         out_dims: The same for the outputs. Found out by default.
         scalar_outputs: What 0-dim outputs are: "mean" or "sum" over the rows, "stack" for one entry per replica, or a
             structure of these. Found out by default.
+        sync_batchnorm: Whether batch normalisation in training uses the statistics of the whole batch, as the bare
+            module does. By default each replica uses those of its rows, and running statistics follow replica 0.
+        collectives: How parameters get to the replicas and gradients back: "memory" (shared memory, for the CPU) or
+            "gloo" (a private process group; replicas have their own copy of the parameters). By default what suits
+            the devices.
 
     Attributes:
         module: The wrapped module.
@@ -86,10 +97,15 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         in_dims: Any = None,
         out_dims: Any = ...,
         scalar_outputs: Any = None,
+        sync_batchnorm: bool = False,
+        collectives: Kind | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if isinstance(module, DataParallel):
             module = module.module  # wrapping twice is harmless
+        if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - users do
+            message = f"DataParallel wraps a torch.nn.Module, got a {type(module).__name__}"
+            raise TypeError(message)
         devices = resolve_devices(device_ids, output_device)
         if not any(True for _ in module.parameters()):
             message = (
@@ -100,6 +116,12 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         if split is not None and len(split) != len(devices):
             message = f"split has {len(split)} weights for {len(devices)} devices: give one for each"
             raise ValueError(message)
+        if split is not None:
+            split_rows(len(devices), len(devices), split)  # refuses weights that make no sense
+        words = [word for word in tree_leaves(scalar_outputs) if word is not None and word not in SCALAR_RULES]
+        if words:
+            message = f'scalar_outputs gives {words[0]!r}: "mean", "sum" and "stack" are possible'
+            raise ValueError(message)
         self.module = module
         self.dim = dim
         self.device_ids = list(devices)
@@ -108,6 +130,8 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         self.in_dims = in_dims
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
+        self.sync_batchnorm = sync_batchnorm
+        self.collectives: Kind | None = collectives
         self._start()
 
     def _start(self) -> None:
@@ -116,7 +140,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         if len(self.device_ids) > 1 and not inside_replica():
             self._team = team = team_for(self.device_ids)
             self._work = Work()
-            self._replicated = Replicated(self.module, team)
+            self._replicated = Replicated(self.module, team, kind=self.collectives, sync_batchnorm=self.sync_batchnorm)
             self._outputs = Outputs(self._replicated, self.out_dims, self.scalar_outputs)
             with team.lock:
                 team.start()
@@ -133,7 +157,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = self._team
+        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
         devices = 1 if team is None else team.size
         plan = plan_split(
             args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
@@ -147,12 +171,14 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             self._replicated.sync()
             call = Call(self._replicated, plan, self._work)
             try:
-                return bridge.run(call, lambda output, answers: self._outputs.joiner(plan, output, answers))
+                return bridge.run(call, partial(self._outputs.join, plan))
             finally:
                 self._replicated.settle()
 
     def _rows_needed(self) -> int:
-        """Batch normalisation cannot train on a single row."""
+        """Batch normalisation cannot train on a single row, unless it sees the other replicas' rows, too."""
+        if self.sync_batchnorm:
+            return 1
         norms = (module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))  # pyright: ignore[reportPrivateUsage]
         return 2 if any(norm.training for norm in norms) else 1
 
@@ -173,7 +199,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             mine,
             *(
                 ReplicaReport(replica, team.devices[replica], rows, seconds, memory)
-                for replica, (rows, seconds, memory) in enumerate(others, 1)
+                for replica, (rows, seconds, memory, _) in enumerate(others, 1)
             ),
         ]
 
@@ -186,7 +212,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
         self._start()
 
 
@@ -217,7 +243,9 @@ def data_parallel(
     Args:
         module: The module.
         inputs: Its positional arguments: a tuple, or one that is not a tuple.
-        device_ids, output_device, dim: As for :class:`DataParallel`.
+        device_ids: As for :class:`DataParallel`.
+        output_device: As for :class:`DataParallel`.
+        dim: As for :class:`DataParallel`.
         module_kwargs: Its keyword arguments.
     """
     arguments = cast(

@@ -43,16 +43,17 @@ def resolve_devices(device_ids: Sequence[Device] | None, output_device: Device |
 
 
 def _resolve(device: Device, path: str) -> torch.device:
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):  # pyright: ignore[reportUnnecessaryIsInstance] - users do not ask pyright
         message = f"{path} is {device!r}: a device is an index (0), a name ('cuda:0', 'cpu') or a torch.device"
-        raise ValueError(message)
+        raise ValueError(message)  # noqa: TRY004 - as for the other kinds of wrong device_ids
     available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator() if available else None
         if accelerator is None or not 0 <= device < available:
             message = (
                 f"{path} is {device}, but there {'is' if available == 1 else 'are'} "
-                f"{available or 'no'} accelerator{'' if available == 1 else 's'}; for replicas on the CPU say ['cpu'] * n"
+                f"{available or 'no'} accelerator{'' if available == 1 else 's'}; "
+                "for replicas on the CPU say ['cpu'] * n"
             )
             raise ValueError(message)
         return torch.device(accelerator.type, device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.containers import StandIn
 from evenly.outputs import (
     Constant,
     Mean,
@@ -23,7 +24,7 @@ from evenly.outputs import (
     check_and_join_values,
     check_tensor_metas,
 )  # fmt: skip
-from evenly.packed import join_samples, layout_of
+from evenly.packed import Layout, join_samples, layout_of
 from evenly.sharded import Parts, ShardedTensor
 from evenly.structure import Tree, flatten
 from evenly.team import values
@@ -34,53 +35,76 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
-Gradients = dict[int, Tensor]
-"""What flows into one replica's outputs, by position."""
-
 
 @dataclass(eq=False)
 class Joint:
     """One tensor of the joined output, made of one tensor of every replica's.
 
     Attributes:
-        team: Whose replicas have the parts.
-        tensor: What the user gets, still without autograd.
+        tensor: What the user gets, still without autograd; None once it has been taken.
         rule: How it is made of the parts.
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
-        layout: The dimension and the rows of a sharded one, which the user may gather, or write to, afterwards.
+        shares: The fraction of the rows that each replica has.
     """
 
-    team: Team
-    tensor: Tensor
+    tensor: Tensor | None
     rule: OutputRule
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
-    layout: tuple[int, tuple[int, ...]] | None = field(init=False)
+    dealt: tuple[Team, int, tuple[int, ...]] | None = field(init=False)
+    """Whose replicas hold the rows, along which dimension, how many each; None for a tensor without rows."""
 
     def __post_init__(self) -> None:
         shards = self.tensor.shards if isinstance(self.tensor, ShardedTensor) else None
-        self.layout = None if shards is None else (shards.dim, shards.rows)
+        self.dealt = shards and (shards.team, shards.dim, shards.rows)
 
     def spread(self, gradient: Tensor) -> list[Tensor | Handle | None]:
         """What flows into each replica's part: a tensor from here, or the replica's own rows of a sharded one."""
+        dealt = self.dealt
         if isinstance(gradient, ShardedTensor):
             shards = gradient.shards
-            if shards and (shards.dim, shards.rows) == self.layout and shards.team is self.team:
+            if shards and dealt == (shards.team, shards.dim, shards.rows) and not isinstance(self.rule, Stack):
                 return [shards.local, *[shards.handle] * (len(shards.rows) - 1)]
             gradient = gradient.plain()
-        if isinstance(self.rule, (Rows, PackedRows)):
-            assert self.layout is not None  # noqa: S101 - rows are made sharded
-            dim, rows = self.layout
-            return list(gradient.split(rows, dim))
         if isinstance(self.rule, Stack):
             return list(gradient.unbind(0))
-        if isinstance(self.rule, Mean):
+        if dealt is not None:
+            return list(torch.split(gradient, list(dealt[2]), dealt[1]))
+        if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
             return [gradient] * len(self.shares)
         return [None if position is None else gradient for position in self.positions]
+
+    def collect(self, parts: Sequence[Tensor | None], handle: Handle | None) -> Tensor | None:
+        """The reverse of :meth:`spread`, for gradients of gradients; see :class:`evenly.reverse.End`."""
+        dealt = self.dealt
+        if handle is not None:
+            own = cast("Tensor", parts[0])
+            if dealt is not None and not isinstance(self.rule, Stack):
+                return ShardedTensor.of_rows(dealt[0], own, handle, dealt[1], dealt[2])
+            (others,) = zip(*values.fetch(handle.team, [handle], len(self.shares)), strict=True)
+            parts = [own, *others]
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        if dealt is not None:
+            filled = [
+                (present[0].new_zeros(self._part_shape(present[0], rows)) if part is None else part)
+                for part, rows in zip(parts, dealt[2], strict=True)
+            ]
+            return torch.stack(filled) if isinstance(self.rule, Stack) else torch.cat(filled, dealt[1])
+        weights = self.shares if isinstance(self.rule, (Mean, Unknown)) else (1.0,) * len(parts)
+        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if part is not None]
+        return sum(weighted[1:], weighted[0])
+
+    def _part_shape(self, like: Tensor, rows: int) -> list[int]:
+        shape = list(like.shape)
+        if self.dealt is not None and not isinstance(self.rule, Stack):
+            shape[self.dealt[1]] = rows
+        return shape
 
 
 class Joiner:
@@ -91,14 +115,26 @@ class Joiner:
         rows: Rows of each replica.
         tree: The structure of an output, where a list that follows the rows is one leaf.
         found: The rule of each of its leaves.
+        parameters: Tensors that are the user's own, and stay so when they are returned.
+        packed: The layout of a packed input, whose order of samples packed outputs keep.
     """
 
-    def __init__(self, team: Team, rows: tuple[int, ...], tree: Tree, found: Sequence[OutputRule]) -> None:
+    def __init__(
+        self,
+        team: Team,
+        rows: tuple[int, ...],
+        tree: Tree,
+        found: Sequence[OutputRule],
+        parameters: Sequence[Tensor] = (),
+        packed: Layout | None = None,
+    ) -> None:
         self.team = team
         self.rows = rows
         self.tree = tree
         self.rules = found
         self.joints: list[Joint] = []
+        self._own = {id(parameter) for parameter in parameters}
+        self._packed_input = packed
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
@@ -108,13 +144,14 @@ class Joiner:
         Raises:
             ValueError: They do not fit together; the message names the path in the output.
         """
-        outputs = [self.tree.flatten_up_to(local, "output")]
+        own, tree = self.tree.fit(local, "output")
+        outputs = [own]
         outputs += [self.tree.flatten_up_to(answer.output, "output") for answer in answers]
         self._positions = {id(tensor): position for position, tensor in enumerate(tensors_of(local))}
         leaves: list[Any] = []
         for path, rule, parts in zip(self.tree.paths("output"), self.rules, zip(*outputs, strict=True), strict=True):
             leaves.append(self._leaf(path, rule, list(parts), base))
-        return Join(self.tree, leaves, self.joints)
+        return Join(tree, leaves, self.joints)
 
     def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:
         first = parts[0]
@@ -128,12 +165,15 @@ class Joiner:
 
     def _tensor(
         self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
-    ) -> int | _Later:
+    ) -> Tensor | _Later:
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
         value, team = local.detach(), self.team
+        if id(local) in self._own:
+            self._check_constant(path, rule, value, handle)
+            return local
         if isinstance(rule, Rows):
             rows = tuple(count * rule.factor for count in self.rows)
             tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
@@ -148,8 +188,10 @@ class Joiner:
         else:
             self._check_constant(path, rule, value, handle)
             tensor = value
-            positions = (positions[0], *[None] * len(remote))
-        return self._add(Joint(self.team, tensor, rule, positions, local.requires_grad, self._shares))
+            # What may be a mean as well (it was the same for all rows so far) must have the gradient of one.
+            if not isinstance(rule, Unknown):
+                positions = (positions[0], *[None] * len(remote))
+        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -169,13 +211,13 @@ class Joiner:
         remote = values.fetch(self.team, [handle], len(self.rows))
         unknown = isinstance(rule, Unknown)
         for replica, (found,) in enumerate(remote, 1):
-            if not _equal(local, found) or (unknown and bool(local.ne(0).any())):
+            if not agree(local, found) or (unknown and bool((local.ne(0) & local.isfinite()).any())):
                 reason = f", because {rule.reason}" if isinstance(rule, Unknown) else ""
                 message = (
-                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica {replica}: "
-                    f"it cannot be joined{reason}. Say how it depends on the batch with out_dims= or scalar_outputs= "
-                    '("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows needs '
-                    "reduction='none' in forward, and its reduction outside"
+                    f"{path} has no rows, and is {_short(local)} on replica 0 but {_short(found)} on replica "
+                    f"{replica}: it cannot be joined{reason}. Say how it depends on the batch with out_dims= or "
+                    'scalar_outputs= ("mean", "sum", "stack"); a loss that is neither the mean nor the sum over rows '
+                    "needs reduction='none' in forward, and its reduction outside"
                 )
                 raise ValueError(message)
 
@@ -185,17 +227,17 @@ class Joiner:
         sizes = [(local.data.shape, local.data.dtype), *((p.data.shape, p.data.dtype) for p in remote)]
         check_tensor_metas(path, PackedRows(), sizes, self.rows)
         layouts = [layout_of(local), *(part.layout for part in remote)]
-        index, layout = join_samples(layouts)
+        index, layout = join_samples(layouts, self._packed_input)
         handle = self._handle(base, [part.data.position for part in remote])
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
         positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
-        later = self._add(Joint(self.team, tensor, rule, positions, local.data.requires_grad, self._shares))
+        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
         return _PackedLater(later.position, index, layout)
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
         """Tensors inside of per-sample items: each belongs to one replica, and is brought here."""
-        leaves, tree = flatten(items, root="output")
+        leaves, tree = flatten(items, root="output", objects=True)
         made: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, RemoteTensor):
@@ -208,12 +250,12 @@ class Joiner:
                 made.append(leaf)
                 continue
             positions = tuple(position if number == replica else None for number in range(len(self.rows)))
-            made.append(self._add(Joint(self.team, tensor, Constant(), positions, differentiable, self._shares)))
+            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
         return tree.rebuild(made)
 
 
 @dataclass
-class _Later:
+class _Later(StandIn):
     """Stands for a joint until autograd has put its tensor in the graph."""
 
     position: int
@@ -234,23 +276,32 @@ class Join:
     leaves: list[Any]
     joints: list[Joint]
 
+    def take(self) -> tuple[Tensor, ...]:
+        """The tensors of all joints, once. Afterwards autograd's graph may refer to this join without a cycle."""
+        taken = tuple([cast("Tensor", joint.tensor) for joint in self.joints])
+        for joint in self.joints:
+            joint.tensor = None
+        return taken
+
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
-
-        def fill(leaf: Any) -> Any:
-            if isinstance(leaf, _Later):
-                return tensors[leaf.position]
-            if isinstance(leaf, _PackedLater):
-                return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
-            if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
-                inner, tree = flatten(leaf, root="output")
-                return tree.rebuild([fill(item) if isinstance(item, _Later) else item for item in inner])
-            return leaf
-
-        return self.tree.rebuild([fill(leaf) for leaf in self.leaves])
+        return self.tree.rebuild([_fill(leaf, tensors) for leaf in self.leaves])
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
+    # Not a closure: one that calls itself is a reference cycle, which would keep the tensors.
+    if isinstance(leaf, _Later):
+        return tensors[leaf.position]
+    if isinstance(leaf, _PackedLater):
+        return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
+    if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
+        inner, tree = flatten(leaf, root="output", objects=True)
+        return tree.rebuild([_fill(item, tensors) if isinstance(item, _Later) else item for item in inner])
+    return leaf
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two replicas' values are the same, but for rounding."""
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)

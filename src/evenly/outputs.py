@@ -1,7 +1,7 @@
 """How the outputs of all replicas become the output for the whole batch.
 
-Every leaf of an output has a rule: rows side by side, a constant, a mean, a sum. This module is the rules, what they
-check and how they join; `evenly.probe` finds out which rule holds.
+Every leaf of an output has a rule: rows side by side, a constant, a mean, a sum. This module is the rules,
+what they check and how they join; `evenly.probe` finds out which rule holds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -36,7 +36,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over rows: the whole's is the mean of all replicas' weighted by their rows."""
+    """A mean over rows: the whole's is the mean of all replicas' weighted by their rows.
+
+    Attributes:
+        sure: Whether anything else has been ruled out. A value that was the same for all rows seen so far may be
+            anything: then it is a mean only for as long as it stays the same on all replicas.
+    """
+
+    sure: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,8 @@ class Unknown:
 
     Attributes:
         reason: What is known instead, as the end of the sentence "…, because".
-        candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0, say),
-            the leaf can be joined all the same.
+        candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0,
+            say), the leaf can be joined all the same.
     """
 
     reason: str
@@ -80,8 +87,8 @@ OutputRule: TypeAlias = "Rows | Constant | Mean | Sum | Stack | SampleList | Pac
 SCALAR_RULES: Mapping[str, OutputRule] = {"mean": Mean(), "sum": Sum(), "stack": Stack()}
 
 _REMEDIES = (
-    'Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or scalar_outputs= ("mean", '
-    '"sum" or "stack")'
+    "Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or "
+    'scalar_outputs= ("mean", "sum" or "stack")'
 )
 
 
@@ -100,17 +107,10 @@ def check_tensor_metas(
         The shape for the whole batch.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and what to do.
+        ValueError: If shapes or dtypes do not fit the rule; it says which dimension, on which replica, and
+            what to do.
     """
-    shapes = [tuple(shape) for shape, _ in metas]
-    for replica, (_, dtype) in enumerate(metas):
-        if dtype != metas[0][1]:
-            raise ValueError(f"{path} is {metas[0][1]} on replica 0 and {dtype} on replica {replica}")
-        if len(shapes[replica]) != len(shapes[0]):
-            raise ValueError(
-                f"{path} has {len(shapes[0])} dimensions on replica 0 (shape {list(shapes[0])}) and "
-                f"{len(shapes[replica])} on replica {replica} (shape {list(shapes[replica])})"
-            )
+    shapes = _check_alike(path, metas)
     if isinstance(rule, Unknown):
         if not rule.candidates:
             raise ValueError(_unknown(path, rule))
@@ -131,6 +131,19 @@ def check_tensor_metas(
     return (*shapes[0][:along], sum(shape[along] for shape in shapes), *shapes[0][along + 1 :])
 
 
+def _check_alike(path: str, metas: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Shape]:
+    shapes = [tuple(shape) for shape, _ in metas]
+    for replica, (_, dtype) in enumerate(metas):
+        if dtype != metas[0][1]:
+            raise ValueError(f"{path} is {metas[0][1]} on replica 0 and {dtype} on replica {replica}")
+        if len(shapes[replica]) != len(shapes[0]):
+            raise ValueError(
+                f"{path} has {len(shapes[0])} dimensions on replica 0 (shape {list(shapes[0])}) and "
+                f"{len(shapes[replica])} on replica {replica} (shape {list(shapes[replica])})"
+            )
+    return shapes
+
+
 def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> None:
     if along is not None and along >= len(shapes[0]):
         raise ValueError(f"{path} has no dimension {along} for its rows (shape {list(shapes[0])}). {_REMEDIES}")
@@ -140,13 +153,14 @@ def _check_other_dims(path: str, shapes: Sequence[Shape], along: int | None) -> 
                 continue
             if along is None:
                 raise ValueError(
-                    f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica {replica}, but it "
-                    f"has no dimension that follows the rows. {_REMEDIES}"
+                    f"{path} has shape {list(shapes[0])} on replica 0 and {list(shape)} on replica "
+                    f"{replica}, but it has no dimension that follows the rows. {_REMEDIES}"
                 )
             raise ValueError(
                 f"{path} has size {shapes[0][dim]} along dimension {dim} on replica 0 and {size} on replica "
-                f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: pad to a "
-                "length that all replicas know, with total_length= of pad_packed_sequence for example"
+                f"{replica}, so the rows do not fit together. Padding to the longest of a shard does this: "
+                "pad to a length that all replicas know, with total_length= of pad_packed_sequence for "
+                "example"
             )
 
 
@@ -174,22 +188,28 @@ def check_and_join_values(path: str, rule: OutputRule, values: Sequence[Any], ro
     if isinstance(first, torch.device) and all(isinstance(value, torch.device) for value in values):
         return first
     different = next((replica for replica, value in enumerate(values) if not same_value(first, value)), None)
-    if different is None and (not isinstance(rule, Sum) or len(values) == 1):
-        if isinstance(rule, Unknown) and Sum() in rule.candidates and len(values) > 1 and first != 0:
-            raise ValueError(_unknown(path, rule))
+    if different is None and (len(values) == 1 or _equal_values_decide(rule, first)):
         return first
     if all(is_number(value) for value in values):
         if isinstance(rule, Sum):
             return sum(values)
         if isinstance(rule, Mean):
             return math.fsum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows)
-    if isinstance(rule, Unknown) and None not in values:
+    if isinstance(rule, Unknown) and not any(value is None for value in values):
         raise ValueError(_unknown(path, rule))
     replica = different or 1
     raise ValueError(
-        f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value without "
-        f"rows must be the same on all replicas. {_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
+        f"{path} is {short(first)} on replica 0 and {short(values[replica])} on replica {replica}. A value "
+        "without rows must be the same on all replicas. "
+        f"{_REMEDIES if is_number(first) else 'Return it per row, in a list'}"
     )
+
+
+def _equal_values_decide(rule: OutputRule, value: Any) -> bool:
+    """Whether a value that is the same on all replicas is that of the whole by every possible rule."""
+    if not isinstance(rule, Unknown):
+        return not isinstance(rule, Sum)
+    return bool(rule.candidates) and (Sum() not in rule.candidates or value == 0 or same_value(value, math.nan))
 
 
 def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -197,16 +217,23 @@ def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequen
     joined: list[Any] = []
     for replica, (value, count) in enumerate(zip(values, rows, strict=True)):
         if type(value) is not kind or kind not in {list, tuple, deque} or len(value) != count * rule.factor:
-            size = f" of {len(value)}" if isinstance(value, (list, tuple, deque)) else ""
+            size = f" of {len(value)}" if hasattr(value, "__len__") else ""
             raise ValueError(
-                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a {kind.__name__} of "
-                f"{count * rule.factor} for its {count} rows"
+                f"{path} is a {type(value).__name__}{size} on replica {replica}, expected a {kind.__name__} "
+                f"of {count * rule.factor} for its {count} rows"
             )
         joined.extend(cast("Sequence[Any]", value))
-    return joined if kind is list else kind(joined)
+    return cast("Any", kind)(joined)
 
 
-def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequence[int]) -> Any:
+def join_tensors(
+    path: str,
+    rule: OutputRule,
+    tensors: Sequence[Any],
+    rows: Sequence[int],
+    *,
+    like: PackedSequence | None = None,
+) -> Any:
     """Joins one tensor of the output whose parts are all on one device, differentiably.
 
     Args:
@@ -214,6 +241,7 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
         rule: The leaf's rule.
         tensors: One tensor (for `PackedRows`, `PackedSequence`) per replica.
         rows: Rows of each replica.
+        like: A packed input of the whole batch, whose order of samples of equal length packed outputs keep.
 
     Raises:
         ValueError: As `check_tensor_metas`, or if a constant has other values on another replica.
@@ -221,7 +249,9 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
     bare = [tensor.data if isinstance(tensor, PackedSequence) else tensor for tensor in tensors]
     check_tensor_metas(path, rule, [(tensor.shape, tensor.dtype) for tensor in bare], rows)
     if isinstance(rule, PackedRows):
-        index, layout = join_samples([layout_of(packed) for packed in tensors])
+        index, layout = join_samples(
+            [layout_of(packed) for packed in tensors], None if like is None else layout_of(like)
+        )
         data = torch.cat(bare)
         return layout.pack(data.index_select(0, index.to(data.device)))
     if isinstance(rule, Rows):
@@ -234,10 +264,10 @@ def join_tensors(path: str, rule: OutputRule, tensors: Sequence[Any], rows: Sequ
         weighted = [tensor * (count / sum(rows)) for tensor, count in zip(bare, rows, strict=True)]
         return sum(weighted[1:], weighted[0])
     for replica, tensor in enumerate(bare):
-        if not torch.equal(tensor.detach(), bare[0].detach()) and not bool((tensor != tensor).any()):  # noqa: PLR0124
+        if not torch.allclose(tensor.detach(), bare[0].detach(), rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(
-                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was the same "
-                f"for all rows before. {_REMEDIES}"
+                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was "
+                f"the same for all rows before. {_REMEDIES}"
             )
     if isinstance(rule, Unknown) and bool((bare[0] != 0).any()):
         raise ValueError(_unknown(path, rule))
@@ -258,10 +288,10 @@ def override_rules(
         tree: The structure of the output.
         leaves: One replica's leaves, to tell tensors, scalars and other values apart.
         rules: What was found out.
-        out_dims: An int, None (a constant), or a nested structure of them like the output. It is about tensors with
-            dimensions; a dict needs to name only some keys, and `...` says nothing.
-        scalar_outputs: "mean", "sum" or "stack", or a structure of them. It is about 0-dim and one-element tensors
-            that have no rows, and numbers. None says nothing.
+        out_dims: An int, None (a constant), or a nested structure of them like the output. It is about
+            tensors with dimensions; a dict needs to name only some keys, and `...` says nothing.
+        scalar_outputs: "mean", "sum" or "stack", or a structure of them. It is about 0-dim and one-element
+            tensors that have no rows, and numbers. None says nothing.
 
     Raises:
         ValueError: If a structure does not fit the output, or a word or a dimension does not exist.
@@ -269,16 +299,15 @@ def override_rules(
     result = list(rules)
     for place, spec, path in _broadcast(tree, out_dims, "output", 0):
         leaf = leaves[place]
-        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-            continue
-        if spec is not None and (not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim):
-            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
         if spec is None:
             result[place] = Constant()
-        else:
-            found = result[place]
-            dim = spec % leaf.ndim
-            result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
+            continue
+        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            continue
+        if not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
+            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
+        found, dim = result[place], spec % leaf.ndim
+        result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
     for place, spec, path in _broadcast(tree, scalar_outputs, "output", 0):
         if spec is None:
             continue
@@ -296,9 +325,11 @@ def _broadcast(tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, 
     node = None if isinstance(spec, str) else unpack(spec)
     if node is None:
         return [(place + i, spec, leaf_path) for i, leaf_path in enumerate(tree.paths(path))]
-    specs = dict(zip(node.tree.keys, node.children, strict=True))
+    plain = type(spec) in {list, tuple}
+    specs = dict(zip(tree.keys if plain else node.tree.keys, node.children, strict=False))
     unknown = [key for key in specs if key not in tree.keys]
-    if tree.is_leaf or unknown or (not isinstance(spec, Mapping) and len(specs) != len(tree.keys)):
+    partial = isinstance(spec, Mapping)
+    if tree.is_leaf or unknown or (not partial and len(node.children) != len(tree.keys)):
         raise ValueError(f"{spec!r} does not fit {path}, which is {tree!r}")
     found: list[tuple[int, Any, str]] = []
     for key, child in zip(tree.keys, tree.children, strict=True):

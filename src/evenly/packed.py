@@ -1,7 +1,7 @@
 """Packed sequences: cut by samples, and put together again.
 
-A `PackedSequence` holds its steps time-major, longest sample first. A batch is about samples in the order in which
-the user packed them, so both directions come down to one index into `.data`, which autograd can follow.
+A `PackedSequence` holds its steps time-major, longest sample first. A batch is about samples in the order in
+which the user packed them, so both directions come down to one index into `.data`, which autograd can follow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Layout(NamedTuple):
 
     Attributes:
         batch_sizes: Number of samples that have a step t, int64, on the CPU.
-        sorted_indices: The sample at each place of the sorted order, or None when samples are packed as they were.
+        sorted_indices: The sample at each place of the sorted order, or None when samples are packed as they
+            were.
         unsorted_indices: The place of each sample in the sorted order, or None.
     """
 
@@ -82,8 +83,8 @@ def join_samples(layouts: Sequence[Layout], like: Layout | None = None) -> tuple
 
     Args:
         layouts: One per replica.
-        like: The layout of a packed input. When lengths agree it decides on the order of samples of equal length,
-            which is the order that the module alone would have kept.
+        like: The layout of a packed input. When lengths agree it decides on the order of samples of equal
+            length, which is the order that the module alone would have kept.
 
     Returns:
         The index into the concatenation of all `.data`, and the layout of the whole.
@@ -93,16 +94,16 @@ def join_samples(layouts: Sequence[Layout], like: Layout | None = None) -> tuple
         whole, order = like, torch.argsort(like.places())
     else:
         whole, order = _layout_for(lengths, keep_order=all(layout.unsorted_indices is None for layout in layouts))
-    offsets = torch.tensor([int(layout.batch_sizes.sum()) for layout in layouts]).cumsum(0).roll(1)
-    offsets[0] = 0
+    offset = 0
     longest = int(lengths.max())
     # Row i of the table says where the steps of sample i lie in the concatenation, as far as the sample goes.
     table = torch.zeros(len(lengths), longest, dtype=torch.int64)
     row = 0
-    for layout, offset in zip(layouts, offsets.tolist(), strict=True):
+    for layout in layouts:
         starts = layout.starts()
         table[row : row + layout.size, : len(starts)] = layout.places()[:, None] + starts[None, :] + offset
         row += layout.size
+        offset += int(layout.batch_sizes.sum())
     _, has_step = _steps(lengths[order])
     return table[order].T[has_step], whole
 

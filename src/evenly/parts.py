@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
@@ -10,32 +10,12 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.marks import Marker, is_marker
 from evenly.packed import Layout, layout_of, select_samples
 from evenly.structure import Tree, flatten
 
+_PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 Treatment = Literal["split", "whole", "samples", "object"]
-
-
-@dataclass(frozen=True, eq=False)
-class Marker:
-    """What the user said about a value, around the value."""
-
-    value: Any
-
-
-class Replicated(Marker):
-    """The value goes to each replica whole."""
-
-
-class Samples(Marker):
-    """The value is a sequence with one item per row."""
-
-
-@dataclass(frozen=True, eq=False)
-class Along(Marker):
-    """The tensors in the value have their rows along `dim`."""
-
-    dim: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +78,8 @@ class TensorLeaf(Unit):
     """A tensor of the arguments.
 
     Attributes:
-        dim: The dimension that is cut, not negative; None for a tensor that is given whole, or as part of an item.
+        dim: The dimension that is cut, not negative; None for a tensor that is given whole, or as part of an
+            item.
         item: The row to whose item it belongs, when it is part of a per-sample list.
     """
 
@@ -129,8 +110,10 @@ class TensorLeaf(Unit):
             return value if self.item is None or self.item in part.numbers else None
         if part.chosen is not None:
             return value.index_select(dim, torch.tensor(part.chosen, dtype=torch.int64, device=value.device))
-        if part.replica is not None and hasattr(value, "evenly_shards"):
+        if part.replica is not None and type(value) is not torch.Tensor and hasattr(value, "evenly_shards"):
             return cast("Any", value).evenly_cut(part.replica, part.rows, dim)
+        if part.stop - part.start == value.shape[dim]:
+            return value
         if value.layout is not torch.strided:
             rows = torch.arange(part.start, part.stop, device=value.device)
             return value.index_select(dim, rows)
@@ -165,7 +148,7 @@ def cut(leaf: TensorLeaf, part: Part) -> torch.Tensor | None:
 class PackedData(TensorLeaf):
     """The steps of a packed sequence, cut by samples."""
 
-    layout: Layout = cast("Layout", None)
+    layout: Layout = field(kw_only=True)
     known: dict[Sequence[int], tuple[torch.Tensor, Layout]] = field(default_factory=dict[Any, Any])
 
     def select(self, part: Part) -> tuple[torch.Tensor, Layout]:
@@ -225,7 +208,11 @@ class Whole(Unit):
     value: Any
     tree: Tree | None = None
     inside: Sequence[TensorLeaf] = ()
-    treatment: ClassVar[Treatment] = "object"  # type: ignore[misc]
+
+    @property
+    def treatment(self) -> Treatment:  # type: ignore[override]
+        """A value to be copied, or one around tensors."""
+        return "whole" if self.inside else "object"
 
     @classmethod
     def of(cls, marker: Marker, path: str) -> Unit:
@@ -261,6 +248,8 @@ class Items(Unit):
     @classmethod
     def of(cls, value: Sequence[Any], path: str) -> Items:
         """A sequence at a path."""
+        if all(type(item) in _PLAIN for item in value):
+            return cls(path, value, None)
         opened = [_Opened.of(item, f"{path}[{row}]", row) for row, item in enumerate(value)]
         return cls(path, value, opened if any(item.tensors for item in opened) else None)
 
@@ -291,14 +280,24 @@ class _Opened:
 
     @classmethod
     def of(cls, value: Any, path: str, item: int | None) -> _Opened:
-        leaves, tree = flatten(value, is_leaf=lambda inner: isinstance(inner, Marker))
+        leaves, tree = flatten(value, is_leaf=is_marker, root=path)
         leaves = [leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves]
-        named = zip(tree.paths(path), leaves, strict=True)
-        tensors = [TensorLeaf(name, leaf, None, item) for name, leaf in named if isinstance(leaf, torch.Tensor)]
+        tensors: list[TensorLeaf] = []
+        for name, leaf in zip(tree.paths(path), leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(TensorLeaf(name, leaf, None, item))
+            elif isinstance(leaf, PackedSequence):
+                tensors.append(TensorLeaf(f"{name}.data", leaf.data, None, item))
         return cls(value, tree, leaves, tensors)
 
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         if all(new is leaf.value for new, leaf in zip(tensors, self.tensors, strict=True)):
             return self.value
         given = iter(tensors)
-        return self.tree.rebuild([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves])
+        return self.tree.rebuild([_refilled(leaf, given) for leaf in self.leaves])
+
+
+def _refilled(leaf: Any, given: Iterator[torch.Tensor | None]) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return layout_of(leaf).pack(cast("torch.Tensor", next(given)))
+    return next(given) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,14 +1,14 @@
 """How an output depends on the batch, found out from runs on different numbers of rows.
 
-A module that is run on some rows whole and in two uneven parts shows for each leaf of its output what the parts have
-to do with the whole. Sizes that follow the rows are rows, whatever the values; one-element values are a mean or a sum
-if the values say so.
+A module that is run on some rows whole and in two uneven parts shows for each leaf of its output what the
+parts have to do with the whole. Sizes that follow the rows are rows, whatever the values; one-element values
+are a mean or a sum if the values say so.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,10 +29,16 @@ from evenly.outputs import (
 )
 from evenly.structure import LEAF, Tree, describe, same_node, unpack
 
-# How far apart the whole and its parts may be, relative to the largest value: kernels differ with the batch size.
+# How far apart the whole and its parts may be, relative to the largest value: kernels differ with the batch
+# size.
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-8, torch.complex128: 1e-8}
 _DEFAULT_TOLERANCE = 1e-4
+# The root of a mean, say, is nearly the mean of the roots when the rows are alike: sums must agree as well as the
+# promise demands.
+_SUM_TOLERANCE = {**_TOLERANCE, torch.float32: 5e-6, torch.complex64: 5e-6}
 
+_ONE_RUN = "one run does not tell a mean from a sum"
+_EVEN = "all replicas had equally many rows, so that any size could follow them"
 _PAIRWISE = "each of its rows depends on all others (two of its dimensions follow the rows)"
 
 
@@ -46,22 +52,24 @@ def infer_rules(
         part_a: The output for the first a rows.
         part_b: The output for the last b rows.
         rows: (a, b), both positive and different.
-        again: The output for all rows a second time, if the module was run again. When it equals the first, values
-            are not random, and rows that come out otherwise in the parts are known to depend on each other.
+        again: The output for all rows a second time, if the module was run again. When it equals the first,
+            values are not random, and rows that come out otherwise in the parts are known to depend on each
+            other.
 
     Returns:
-        One rule per leaf and the tree of the output, in which a list that follows the rows is one leaf: take the
-        leaves of other outputs with `tree.flatten_up_to(output, "output")`.
+        One rule per leaf and the tree of the output, in which a list that follows the rows is one leaf: take
+        the leaves of other outputs with `leaves, full = tree.fit(output, "output")`; rebuild with `full`.
 
     Raises:
-        ValueError: If the three outputs have different structures, or None in different places; it names the path.
+        ValueError: If the three outputs have different structures, or None in different places; it names the
+            path.
     """
     counts = (rows[0] + rows[1], *rows)
     if rows[0] < 1 or rows[1] < 1 or rows[0] == rows[1]:
         raise ValueError(f"the two parts must have different numbers of rows, at least one each, got {rows}")
     rules: list[OutputRule] = []
     tree = _infer([whole, part_a, part_b], "output", counts, rules, again)
-    return rules, tree
+    return rules, tree.without_values()
 
 
 def rules_from_shapes(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list[OutputRule], Tree]:
@@ -72,15 +80,15 @@ def rules_from_shapes(outputs: Sequence[Any], rows: Sequence[int]) -> tuple[list
         rows: Rows of each replica. Only uneven rows tell which size follows them.
 
     Returns:
-        As `infer_rules`. A one-element tensor is `Unknown` with the candidates mean and sum; so is a tensor whose
-        shape fits several rules, with those.
+        As `infer_rules`. A one-element tensor is `Unknown` with the candidates mean and sum; so is a tensor
+        whose shape fits several rules, with those.
 
     Raises:
         ValueError: As `infer_rules`.
     """
     rules: list[OutputRule] = []
     tree = _infer(list(outputs), "output", tuple(rows), rules, ..., by_shape=True)
-    return rules, tree
+    return rules, tree.without_values()
 
 
 def _infer(
@@ -94,7 +102,7 @@ def _infer(
     if any(value is None for value in values) and not all(value is None for value in values):
         missing = [count for value, count in zip(values, counts, strict=True) if value is None]
         raise ValueError(f"{path} is None for {missing} rows, but not for {list(counts)}: it must be None always")
-    nodes = [unpack(value) for value in values]
+    nodes = [unpack(value, objects=True) for value in values]
     opened = [node for node in nodes if node is not None]
     if len(opened) == len(values):
         sizes = [len(node.children) for node in opened]
@@ -107,11 +115,11 @@ def _infer(
         other = next((node.tree for node in opened if not same_node(first, node.tree)), None)
         if other is not None:
             raise ValueError(
-                f"{path} is {describe(first)} for {counts[0]} rows, and {describe(other)} for other rows: {list(sizes)}"
-                f" entries for {list(counts)} rows. The structure must not depend on the rows, except for lists with "
-                "one item per row"
+                f"{path} is {describe(first)} for {counts[0]} rows, and {describe(other)} for other rows: "
+                f"{list(sizes)} entries for {list(counts)} rows. The structure must not depend on the rows, "
+                "except for lists with one item per row"
             )
-        repeat = None if again is ... else unpack(again)
+        repeat = None if again is ... else unpack(again, objects=True)
         if repeat is None or not same_node(first, repeat.tree):
             repeats: Sequence[Any] = [...] * sizes[0]
         else:
@@ -119,7 +127,12 @@ def _infer(
         return opened[0].close(
             [
                 _infer(
-                    [node.children[i] for node in opened], path + first.step(key), counts, rules, repeats[i], by_shape
+                    [node.children[i] for node in opened],
+                    path + first.step(key),
+                    counts,
+                    rules,
+                    repeats[i],
+                    by_shape,
                 )
                 for i, key in enumerate(first.keys)
             ]
@@ -132,9 +145,9 @@ def _infer(
 
 
 def _family(value: Any) -> type[Any]:
-    families = (torch.Tensor, PackedSequence, (int, float))
-    found = next((family for family in families if isinstance(value, family)), type(value))
-    return float if isinstance(found, tuple) else cast("type[Any]", found)
+    if isinstance(value, (torch.Tensor, PackedSequence)):
+        return torch.Tensor if isinstance(value, torch.Tensor) else PackedSequence
+    return float if is_number(value) else cast("type[Any]", type(value))
 
 
 def _leaf_rule(values: list[Any], counts: Sequence[int], again: Any) -> OutputRule:
@@ -154,31 +167,27 @@ def _shape_rule(values: list[Any], counts: Sequence[int]) -> OutputRule:
     first = values[0]
     if isinstance(first, PackedSequence):
         return _packed_rule(values, counts)
-    if not isinstance(first, torch.Tensor):
-        if all(same_value(first, value) for value in values) and not is_number(first):
-            return Constant()
-        return (
-            Unknown("one run does not tell a mean from a sum", (Constant(), Sum()))
-            if is_number(first)
-            else Unknown(_differs(values, counts))
-        )
-    if len(values) < 2 or len({value.ndim for value in values}) > 1:  # noqa: PLR2004
-        return Unknown(_differs(values, counts))
-    dims = [dim for dim in range(first.ndim) if _factor([value.shape[dim] for value in values], counts)]
+    if isinstance(first, torch.Tensor):
+        return _tensor_shape_rule(values, counts)
+    if is_number(first):
+        return Unknown(_ONE_RUN, (Constant(), Sum()))
+    return Constant() if all(same_value(first, value) for value in values) else Unknown(_differs(values, counts))
+
+
+def _tensor_shape_rule(values: list[torch.Tensor], counts: Sequence[int]) -> OutputRule:
+    first, uneven = values[0], len(set(counts)) > 1
+    dims = [d for d in range(first.ndim) if all(value.ndim == first.ndim for value in values)]
+    dims = [d for d in dims if _factor([value.shape[d] for value in values], counts)]
     rules: list[OutputRule] = [Rows(dim, first.shape[dim] // counts[0]) for dim in dims]
-    if len(set(counts)) > 1:
-        if len(rules) == 1:
-            return rules[0]
-        if rules:
-            return Unknown(_PAIRWISE)
-    elif rules:
-        return Unknown("all replicas had equally many rows, so that any size could follow them", (*rules, Constant()))
+    if rules and uneven:
+        return rules[0] if len(rules) == 1 else Unknown(_PAIRWISE)
+    if rules:
+        return Unknown(_EVEN, (*rules, Constant()))
     if any(value.shape != first.shape for value in values):
         return Unknown(_differs(values, counts))
     if first.numel() != 1:
         return Constant()
-    candidates = (Mean(), Sum()) if first.is_floating_point() or first.is_complex() else (Constant(), Sum())
-    return Unknown("one run does not tell a mean from a sum", candidates)
+    return Unknown(_ONE_RUN, (Constant(), Sum()) if _is_integral(first) else (Mean(), Sum()))
 
 
 def _packed_rule(values: list[PackedSequence], counts: Sequence[int]) -> OutputRule:
@@ -202,7 +211,8 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
     others = [(value.shape[:dim], value.shape[dim + 1 :]) for value in values]
     if any(other != others[0] for other in others):
         longest = [max(part.shape[d] for part in parts) for d in range(whole.ndim) if d != dim]
-        # Padded to the longest of its rows: fits whenever the replicas happen to agree, which is checked at each call.
+        # Padded to the longest of its rows: fits whenever the replicas happen to agree, which is checked at
+        # each call.
         padded = longest == [size for d, size in enumerate(whole.shape) if d != dim]
         return rule if padded else Unknown(_differs(values, counts))
     joined = torch.cat(parts, dim)
@@ -218,10 +228,8 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
 def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any) -> OutputRule:
     """The rule of a tensor without rows, or of a Python number."""
     whole, a, b = (value.detach() for value in values)
-    integral = isinstance(example, int) or (
-        isinstance(example, torch.Tensor) and not example.is_floating_point() and not example.is_complex()
-    )
-    equal = close(whole, a) and close(whole, b)
+    integral = _is_integral(example)
+    equal = close(whole, a, _SUM_TOLERANCE) and close(whole, b, _SUM_TOLERANCE)
     if whole.dtype is torch.bool:
         return Constant() if equal else Unknown(_differs(values, counts))
     if whole.numel() == 1 and not all(bool(value.isfinite().all()) for value in values):
@@ -230,14 +238,14 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
         candidates: tuple[OutputRule, ...] = (Constant(), Sum()) if integral else (Constant(), Mean(), Sum())
         return Unknown("it was 0 for all rows, which may be a constant, a mean or a sum", candidates)
     if equal:
-        # A mean that happens to be equal (an accuracy of 1) must not be refused later as a changing constant, and for
-        # a real constant the mean is right as well, gradients included.
-        return Mean() if whole.numel() == 1 and not integral else Constant()
+        # A mean that happens to be equal (an accuracy of 1) must not be refused later as a changing constant,
+        # and for a real constant the mean is right as well, gradients included.
+        return Mean(sure=False) if whole.numel() == 1 and not integral else Constant()
     n, n_a, n_b = counts
     fits: list[OutputRule] = []
-    if not integral and close(whole, (a * n_a + b * n_b) / n):
+    if not integral and close(whole, (a * n_a + b * n_b) / n, _SUM_TOLERANCE):
         fits.append(Mean())
-    if close(whole, a + b):
+    if close(whole, a + b, _SUM_TOLERANCE):
         fits.append(Sum())
     if len(fits) == 1:
         return fits[0]
@@ -249,20 +257,26 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
     )
 
 
+def _is_integral(example: Any) -> bool:
+    if isinstance(example, torch.Tensor):
+        return not example.is_floating_point() and not example.is_complex()
+    return isinstance(example, int)
+
+
 def _factor(sizes: Sequence[int], counts: Sequence[int]) -> int:
     """How many entries there are per row, 0 when the sizes do not follow the rows."""
     factor = sizes[0] // counts[0]
     return factor if all(size == factor * count for size, count in zip(sizes, counts, strict=True)) else 0
 
 
-def close(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors are equal up to what kernels for different batch sizes may differ by; NaN equals NaN."""
+def close(left: torch.Tensor, right: torch.Tensor, tolerances: Mapping[torch.dtype, float] = _TOLERANCE) -> bool:
+    """Whether two tensors are equal up to the differences of kernels for other batch sizes; NaN is NaN."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     left, right = (x.detach().to_dense() if x.layout is not torch.strided else x.detach() for x in (left, right))
     if not (left.is_floating_point() or left.is_complex()):
         return torch.equal(left, right)
-    tolerance = _TOLERANCE.get(left.dtype, _DEFAULT_TOLERANCE)
+    tolerance = tolerances.get(left.dtype, _DEFAULT_TOLERANCE)
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
     finite = torch.cat([left.flatten(), right.flatten()]).abs().nan_to_num(0.0, 0.0, 0.0)
@@ -271,7 +285,8 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _ordered(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().flatten().sort().values
+    flat = value.detach().flatten()
+    return (flat.double() if flat.is_floating_point() else flat).sort().values
 
 
 def _differs(values: Sequence[Any], counts: Sequence[int]) -> str:

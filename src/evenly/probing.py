@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from evenly.joining import Joiner
-from evenly.outputs import OutputRule, PackedRows, Rows, check_tensor_metas, override_rules
+from evenly.joining import Join, Joiner, agree
+from evenly.outputs import Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Sum, Unknown, override_rules
+from evenly.packed import layout_of
+from evenly.parts import Packed
 from evenly.probe import infer_rules, rules_from_shapes
 from evenly.structure import Tree, flatten
 from evenly.team.answer import Answer, RemotePacked, RemoteTensor
-from evenly.team.context import capture
-from evenly.team.protocol import Command, encode, receive_tensor, wire_forms
+from evenly.team.context import capture, probing_context
+from evenly.team.errors import ReplicaDied
+from evenly.team.protocol import DTYPE_NUMBER, Command, encode, receive_tensor, wire_forms
 from evenly.team.shipping import pack, unpack
+from evenly.team.values import peek
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan
+    from evenly.parts import Unit
     from evenly.replicated import Replicated
 
-PROBE_ROWS = (3, 2)
-"""Rows of the two parts of a probe: uneven, and few."""
+_FEW_ROWS = (3, 2)
+"""Rows of the two parts of a first probe: uneven, and few."""
+_MOST_KNOWN = 256
+"""Kinds of calls to remember; a model that is called in ever new ways is probed again now and then."""
+_LONGEST_OPTION = 32
+_LARGEST_COPY = 1 << 28
+"""Bytes of parameters that may be copied for a probe in another precision."""
 
 _Found = tuple[list[OutputRule], Tree]
+
+
+class _Way(NamedTuple):
+    """How to run a probe.
+
+    Attributes:
+        training: As the module is, rather than in eval mode.
+        autocast: As the caller says, rather than without.
+        dtype: Instead of the module's own.
+    """
+
+    training: bool
+    autocast: bool
+    dtype: torch.dtype | None = None
 
 
 class Outputs:
@@ -41,51 +66,128 @@ class Outputs:
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
         self._known: dict[Hashable, _Found] = {}
+        self._silent: set[Hashable] = set()
+        """Calls of which no probe told anything."""
 
-    def joiner(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> Joiner:
-        """Who joins the outputs of a call: the driver's ``output`` and the other replicas' ``answers``."""
-        leaves, tree = flatten(output, root="output")
+    def join(self, plan: SplitPlan, output: Any, answers: Sequence[Answer], base: int) -> Join:
+        """Join the outputs of a call: the driver's ``output`` and the other replicas' ``answers``.
+
+        Raises:
+            ValueError: They cannot be joined; the message names the path.
+        """
+        leaves, tree = flatten(output, root="output", objects=True)
         key = (
             self.model.version,
             self.model.module.training,
-            tuple((leaf.path, leaf.value.dim(), leaf.dim) for leaf in plan.tensor_leaves()),
+            tuple((unit.path, *_look(unit)) for unit in plan.leaves),
             tree.signature,
             tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves),
         )
         found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._find(plan, output, answers)
-        rules, shape = found
+        if found is not None and not self._holds(found, output, answers, base):
+            found = None
+        rules, shape = found or self._find(key, plan, output, answers)
         if self.out_dims is not ... or self.scalar_outputs is not None:
             parts = shape.flatten_up_to(output, "output")
             rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
-        return Joiner(self.model.team, plan.rows, shape, rules)
+        packed = next((layout_of(unit.value) for unit in plan.leaves if isinstance(unit, Packed)), None)
+        return Joiner(self.model.team, plan.rows, shape, rules, self.model.leaves, packed).join(output, answers, base)
 
-    def _find(self, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> _Found:
-        outputs = [output, *(_as_meta(answer.output) for answer in answers)]
-        for found in self._probes(plan):
-            if _fits(found, outputs, plan.rows):
-                return found
-        return rules_from_shapes(outputs, plan.rows)
-
-    def _probes(self, plan: SplitPlan) -> Iterator[_Found]:
-        """Probe in eval mode; if that tells nothing of what was returned just now, in training mode."""
-        for training in (False, True) if self.model.module.training else (False,):
-            try:
-                whole, part_a, part_b, again = self._run(plan, training=training)
-                yield infer_rules(whole, part_a, part_b, PROBE_ROWS, again=again)
-            except Exception:  # noqa: BLE001, S112 - a model that needs more rows, say: then shapes have to tell
+    def _holds(self, found: _Found, output: Any, answers: Sequence[Answer], base: int) -> bool:
+        """Whether what is known can still be true: what was the same for all rows so far must be so again."""
+        rules, tree = found
+        if not any(map(_may_change, rules)):
+            return True
+        try:
+            own = tree.flatten_up_to(output, "output")
+            others = [tree.flatten_up_to(answer.output, "output") for answer in answers]
+        except ValueError:
+            return False
+        for place, rule in enumerate(rules):
+            local = own[place]
+            if not _may_change(rule) or not isinstance(local, Tensor) or local.numel() != 1:
                 continue
+            remote = [leaves[place] for leaves in others]
+            if not all(isinstance(part, RemoteTensor) for part in remote):
+                return False
+            values = [peek(self.model.team, replica, base + part.position) for replica, part in enumerate(remote, 1)]
+            if not all(agree(local, value) for value in values):
+                return False
+            if isinstance(rule, Unknown) and Sum() in rule.candidates and bool(local != 0):
+                return False
+        return True
 
-    def _run(self, plan: SplitPlan, *, training: bool) -> list[Any]:
+    def _find(self, key: Hashable, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> _Found:
+        """Probe, and remember what fits; where no probe does, this call's shapes have to tell."""
+        if len(self._known) + len(self._silent) > _MOST_KNOWN:
+            self._known.clear()
+            self._silent.clear()
+        outputs = [output, *(_as_meta(answer.output) for answer in answers)]
+        second: _Found | None = None
+        for found, whole in self._probes(plan) if key not in self._silent else ():
+            if not _fits(found, whole, outputs, plan.rows):
+                continue
+            if not any(isinstance(rule, Unknown) for rule in found[0]):
+                self._known[key] = found
+                return found
+            second = second or found
+        if second is not None:
+            self._known[key] = second
+            return second
+        self._silent.add(key)
+        found = rules_from_shapes(outputs, plan.rows)
+        if not any(isinstance(rule, Unknown) for rule in found[0]):  # what even rows left open, uneven ones may tell
+            self._known[key] = found
+        return found
+
+    def _probes(self, plan: SplitPlan) -> Iterator[tuple[_Found, Any]]:
+        """Probe in several ways, the likeliest to tell first; the caller takes the first that does."""
+        size = plan.size or 1
+        counts = [_FEW_ROWS] if size <= sum(_FEW_ROWS) else [_FEW_ROWS, (size // 2 + 1, size - size // 2 - 1)]
+        for rows in counts:
+            for way in self._ways():
+                try:
+                    whole, part_a, part_b, again = self._run(plan, rows, way)
+                    yield infer_rules(whole, part_a, part_b, rows, again=again), whole
+                except ReplicaDied:
+                    raise
+                except Exception:  # noqa: S112 - a model that needs more rows, say: then shapes have to tell
+                    continue
+
+    def _ways(self) -> list[_Way]:
+        """How to probe, the likeliest to tell first.
+
+        In the mode of the call before eval mode, where nothing is random; without autocast, whose rounding hides what
+        is a sum; in the model's own precision, or a higher one where that is too coarse to tell.
+        """
+        modes = (True, False) if self.model.module.training else (False,)
+        floating = {leaf.dtype for leaf in self.model.leaves if leaf.is_floating_point()}
+        coarse = bool(floating & {torch.float16, torch.bfloat16})
+        own = [_Way(training, autocast=False) for training in modes]
+        ways = [*own]
+        if sum(leaf.numel() * leaf.element_size() for leaf in self.model.leaves) <= _LARGEST_COPY:
+            precise = [way._replace(dtype=torch.float32 if coarse else torch.float64) for way in own]
+            ways = [*precise, *own] if coarse else [*own, *precise]
+        if torch.is_autocast_enabled("cpu"):
+            ways += [way._replace(autocast=True) for way in own]
+        return ways
+
+    def _run(self, plan: SplitPlan, counts: tuple[int, int], way: _Way) -> list[Any]:
         team = self.model.team
-        count, first = sum(PROBE_ROWS), PROBE_ROWS[0]
-        rows = [row % (plan.size or 1) for row in range(count)]
-        parcel = pack([plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)])
+        first = counts[0]
+        rows = [row % (plan.size or 1) for row in range(sum(counts))]
+        parcel = pack(
+            [plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)], name="(args, kwargs)"
+        )
         specs, data = wire_forms(parcel.tensors)
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
-        context = capture(team.size)
-        team.ask(1, encode((int(Command.PROBE), self.model.number, context, training, parcel.payload, specs)), data)
+        context = probing_context(capture(team.size), autocast=way.autocast, dtype=way.dtype)
+        dtype = -1 if way.dtype is None else DTYPE_NUMBER[way.dtype]
+        header = (
+            int(Command.PROBE), self.model.number, context, way.training, dtype, self.model.sync_batchnorm, counts,
+            parcel.payload, specs,
+        )  # fmt: skip
+        team.ask(1, encode(header), data)
         answer = team.answer(1)
         if isinstance(answer, BaseException):
             raise answer
@@ -93,9 +195,19 @@ class Outputs:
         return unpack(payload, [receive_tensor(team.channel(1), spec) for spec in specs])
 
 
+def _look(unit: Unit) -> tuple[Hashable, ...]:
+    """What of an argument may decide on the kind of the output: where its rows are, and which option it is."""
+    value = unit.value
+    if unit.tensors:
+        return tuple((leaf.value.dim(), leaf.dim) for leaf in unit.tensors)
+    if value is None or isinstance(value, (bool, Enum)) or (isinstance(value, str) and len(value) <= _LONGEST_OPTION):
+        return (type(value).__qualname__, value)
+    return (type(value).__qualname__,)
+
+
 def _as_meta(output: Any) -> Any:
     """A replica's output with tensors that have only shapes."""
-    leaves, tree = flatten(output, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output")
+    leaves, tree = flatten(output, root="output", objects=True)
     made: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, RemoteTensor):
@@ -107,17 +219,41 @@ def _as_meta(output: Any) -> Any:
     return tree.rebuild(made)
 
 
-def _fits(found: _Found, outputs: Sequence[Any], rows: Sequence[int]) -> bool:
-    """Whether what a probe found can be true of these outputs."""
+def _may_change(rule: OutputRule) -> bool:
+    """Whether a rule is a guess from a value that was the same for all rows seen."""
+    return (
+        isinstance(rule, Constant)
+        or (isinstance(rule, Mean) and not rule.sure)
+        or (isinstance(rule, Unknown) and bool(rule.candidates))
+    )
+
+
+def _fits(found: _Found, whole: Any, outputs: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether what a probe found can be true of these outputs.
+
+    It may be about other outputs: those of eval mode, say. Sizes beside the rows may differ, as with padding to the
+    longest of a shard: joining refuses that, and says what to do.
+    """
     rules, tree = found
     try:
+        probed = tree.flatten_up_to(whole, "output")
         parts = [tree.flatten_up_to(output, "output") for output in outputs]
-        for path, rule, leaves in zip(tree.paths("output"), rules, zip(*parts, strict=True), strict=True):
-            if isinstance(rule, (Rows, PackedRows)) and all(
-                isinstance(leaf, (Tensor, PackedSequence)) for leaf in leaves
-            ):
-                bare = [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves]
-                check_tensor_metas(path, rule, [(leaf.shape, leaf.dtype) for leaf in bare], rows)
     except ValueError:
         return False
-    return True
+    return all(
+        _fits_leaf(rule, example, values, rows)
+        for rule, example, values in zip(rules, probed, zip(*parts, strict=True), strict=True)
+    )
+
+
+def _fits_leaf(rule: OutputRule, example: Any, values: Sequence[Any], rows: Sequence[int]) -> bool:
+    if not isinstance(example, Tensor):
+        kind = (
+            (list, tuple) if isinstance(rule, SampleList) else PackedSequence if isinstance(rule, PackedRows) else None
+        )
+        return all(isinstance(value, kind) if kind else not isinstance(value, Tensor) for value in values)
+    if not all(isinstance(value, Tensor) and value.dim() == example.dim() for value in values):
+        return False
+    if isinstance(rule, Rows):
+        return all(value.shape[rule.dim] == rule.factor * count for value, count in zip(values, rows, strict=True))
+    return isinstance(rule, Unknown) or all(value.shape == example.shape for value in values)

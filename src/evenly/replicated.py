@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 from evenly.team.buffers import Buffers
-from evenly.team.memory import Block, Placement, lay_out
+from evenly.team.collectives import Collectives, Kind, collectives_for
+from evenly.team.memory import Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, can_travel, encode, wire_forms
 from evenly.team.shipping import LeafRegistry, Parcel, pack
 from evenly.watch import DELETED, Changes, Watch
@@ -27,19 +29,25 @@ class Replicated:
         number: Its number in the replicas.
         leaves: Its parameters and other tensors that may require grad, in the order in which the replicas know them.
         trainable: Positions of those that require grad now.
-        gradients: Per replica 1..n-1, per leaf, where that replica lays its gradient.
+        collectives: How parameters get to the replicas and gradients back.
         buffers: Its buffers, which are sent when they changed.
-        version: Counts the times it was shipped; whatever was learnt about an earlier version is void.
+        sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
+        version: Counts the times it was shipped, or changed in more than numbers; whatever was learnt about an
+            earlier version is void.
     """
 
-    def __init__(self, module: nn.Module, team: Team) -> None:
+    def __init__(
+        self, module: nn.Module, team: Team, *, kind: Kind | None = None, sync_batchnorm: bool = False
+    ) -> None:
         self.module = module
+        self.sync_batchnorm = sync_batchnorm
         self.team = team
         self.number = 0
         self.version = 0
         self.leaves: list[Tensor] = []
         self.trainable: list[int] = []
-        self.gradients: list[list[Tensor]] = []
+        self.kind: Kind | None = kind
+        self.collectives: Collectives | None = None
         self.buffers = Buffers(module)
         self._generation = -1
         self._watch: Watch | None = None
@@ -59,6 +67,11 @@ class Replicated:
         else:
             self._patch(watch, changes)
 
+    def publish(self, *, training: bool) -> None:
+        """Before a forward: let the replicas have the parameters as they are now."""
+        assert self.collectives is not None  # noqa: S101 - it has been synchronised
+        self.collectives.publish(training=training)
+
     def settle(self) -> None:
         """After a forward: what it set on the module stays as it is, in each replica for itself."""
         if self._watch is not None:
@@ -74,23 +87,20 @@ class Replicated:
         leaves = list(registry)
         _check_leaves(self.module, leaves)
         team.phase = "taking over the module"
-        parameters, places = _share(leaves)
-        gradients = [Block.allocate(parameters.size) for _ in range(1, team.size)]
         self.number = number = team.reserve(1)
-        described = tuple(_describe(leaf, place) for leaf, place in zip(leaves, places, strict=True))
+        collectives = collectives_for(team, number, leaves, self.kind)
+        described = tuple(_describe(leaf, place) for leaf, place in zip(leaves, collectives.places, strict=True))
         specs, data = wire_forms(parcel.tensors)
-        header = encode(
-            (int(Command.SHIP), number, parcel.payload, specs, described, (parameters.size, parameters.size))
-        )
-        for replica, block in enumerate(gradients, 1):
-            team.send_descriptor(replica, parameters.descriptor)
-            team.send_descriptor(replica, block.descriptor)
+        command = (int(Command.SHIP), number, parcel.payload, specs, described, collectives.kind, collectives.sizes())
+        header = encode(command)
+        for replica in range(1, team.size):
+            if descriptors := collectives.descriptors(replica):
+                team.send_descriptors(replica, number, descriptors)
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
+        collectives.shipped()
         self.leaves = leaves
-        self.gradients = [[block.tensor(place) for place in places] for block in gradients]
-        for block in (parameters, *gradients):
-            block.close()
+        self.collectives = collectives
         self.trainable = [position for position, leaf in enumerate(leaves) if leaf.requires_grad]
         self.buffers = Buffers(self.module)
         self._watch = Watch(self.module, leaves)
@@ -129,6 +139,10 @@ class Replicated:
         for replica in range(1, team.size):
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
+        if any(
+            not isinstance(value, (int, float, Tensor)) or isinstance(value, bool) for _, _, value in changes.attributes
+        ):
+            self.version += 1  # an option, perhaps
         watch.rebase()
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
 
@@ -137,7 +151,7 @@ def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for leaf in leaves:
         name = names.get(id(leaf), "a tensor that the model refers to")
-        if isinstance(leaf, nn.parameter.UninitializedTensorMixin):
+        if isinstance(leaf, UninitializedTensorMixin):
             message = (
                 f"{name} has no shape yet: run one batch through the bare module first, "
                 "as lazy modules need before their parameters can be shared"
@@ -149,17 +163,6 @@ def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
         if leaf.device.type != "cpu":
             message = f"{name} is on {leaf.device}, but the replicas are on the CPU: move the model with .cpu()"
             raise ValueError(message)
-
-
-def _share(leaves: Sequence[Tensor]) -> tuple[Block, list[Placement]]:
-    """Move the storage of leaves into shared memory. The objects stay the same, so optimizers keep working."""
-    places, size = lay_out(leaves)
-    block = Block.allocate(size)
-    for leaf, place in zip(leaves, places, strict=True):
-        shared = block.tensor(place)
-        shared.copy_(leaf.detach())
-        leaf.data = shared
-    return block, places
 
 
 def _describe(leaf: Tensor, place: Placement) -> tuple[Any, ...]:

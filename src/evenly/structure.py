@@ -1,54 +1,30 @@
 """Nested user values as trees: taken apart into leaves, put together again with every container's type kept.
 
 A batch, or the output of a model, is whatever its author likes: a tensor, a dict of lists, a dataclass, a
-`BatchEncoding`. The rest of the package works on flat lists of leaves, and leaves the shape of things to this module.
+`BatchEncoding`. The rest of the package works on flat lists of leaves, and leaves the shape of things to this
+module.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.utils._pytree as pytree
-from torch.nn.utils.rnn import PackedSequence
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter})
-# A module is not data, a class is not an instance, and a PackedSequence makes sense only in one piece.
-_OPAQUE = (torch.Tensor, PackedSequence, torch.nn.Module, type, str, bytes)
-
-
-class Kind(NamedTuple):
-    """How one kind of container is taken apart and put together.
-
-    Attributes:
-        name: A word for it in error messages.
-        unpack: From a container to the keys of its children, the children, and what else must be equal for two
-            containers to have the same structure (a `maxlen`, a default factory).
-        pack: From a node of a tree and new children to a container of the node's type.
-        by_attribute: Whether a user reaches a child as `x.key` and not as `x[key]`.
-    """
-
-    name: str
-    unpack: Callable[[Any], tuple[Sequence[Any], Sequence[Any], Any]]
-    pack: Callable[[Tree, list[Any]], Any]
-    by_attribute: bool = False
+from evenly.containers import ATOMS, DICT, OBJECT, TUPLE, Kind, kind_of, opens_as_object
 
 
 class Tree:
     """The structure of a nested value without its leaves.
 
-    Two trees are equal, and hash alike, when containers, keys and the places of the leaves are; leaves themselves do
-    not count. Container types are compared by their qualified names, because a class that travelled to another process
-    by value is another object there.
+    Two trees are equal, and hash alike, when containers, keys and the places of the leaves are; leaves
+    themselves do not count. Container types are compared by their qualified names, because a class that
+    travelled to another process by value is another object there.
 
-    A tree may refer to the containers it was made from (their attributes have to be in the rebuilt ones). To remember
-    a structure for long, keep `tree.signature`, which refers to nothing but keys.
+    A tree may refer to the containers it was made from (their attributes have to be in the rebuilt ones). To
+    remember a structure for long, keep `tree.without_values()`, or `tree.signature`, which is only names.
 
     Attributes:
         kind: How the container is handled; None for a leaf.
@@ -76,7 +52,8 @@ class Tree:
         self.count: int = sum([child.count for child in children]) if kind else 1
         self.extra = extra
         self.template = template
-        self.is_call = False  # ((leaf, ...), {}), the arguments of nearly every call of a module: a faster rebuild
+        # ((leaf, ...), {}), the arguments of nearly every call of a module, is rebuilt on a faster path.
+        self.is_call = False
         self._signature: tuple[Any, ...] | None = None
 
     @property
@@ -86,7 +63,7 @@ class Tree:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The structure as nested tuples of names and keys: hashable, and small enough to send and to keep."""
+        """The structure as nested tuples of names and keys: hashable, small enough to send and to keep."""
         if self._signature is None:
             if self.kind is None or self.type is None:
                 self._signature = ()
@@ -165,19 +142,38 @@ class Tree:
         Raises:
             ValueError: If the value has another structure; the message names the path and both structures.
         """
+        return self.fit(value, root)[0]
+
+    def fit(self, value: Any, root: str = "value") -> tuple[list[Any], Tree]:
+        """The leaves as by `flatten_up_to`, and this tree around the containers of `value`.
+
+        Rebuilding with that tree keeps the attributes that containers of this very value have beside their
+        items.
+        """
         if self.kind is None:
-            return [value]
-        node = unpack(value)
-        if node is None or node.tree.type is None or not same_node(self, node.tree):
-            expected = describe(self)
-            raise ValueError(f"{root} is {describe(node.tree) if node else _short(value)}, expected {expected}")
+            return [value], self
+        node = unpack(value, objects=self.kind.name == OBJECT.name)
+        if node is None or not same_node(self, node.tree):
+            found = describe(node.tree) if node else _short(value)
+            raise ValueError(f"{root} is {found}, expected {describe(self)}")
         leaves: list[Any] = []
+        trees: list[Tree] = []
         for key, child, part in zip(self.keys, self.children, node.children, strict=True):
             if child.kind is None:
                 leaves.append(part)
+                trees.append(child)
             else:
-                leaves += child.flatten_up_to(part, root + self.step(key))
-        return leaves
+                more, tree = child.fit(part, root + self.step(key))
+                leaves += more
+                trees.append(tree)
+        return leaves, node.close(trees)
+
+    def without_values(self) -> Tree:
+        """This tree, keeping none of the containers it was made from alive: fit to compare and to `fit`."""
+        if self.kind is None:
+            return self
+        children = tuple([child.without_values() for child in self.children])
+        return Tree(self.kind, self.type, self.keys, children, self.extra)
 
 
 class Node(NamedTuple):
@@ -197,18 +193,23 @@ class Node(NamedTuple):
 
 
 def flatten(
-    value: Any, is_leaf: Callable[[Any], bool] | None = None, root: str | Sequence[str] = "value"
+    value: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+    root: str | Sequence[str] = "value",
+    *,
+    objects: bool = False,
 ) -> tuple[list[Any], Tree]:
     """Takes a nested value apart.
 
-    Leaves are tensors of any subclass, `PackedSequence`, modules, None, strings, numbers, and every object that is not
-    a known container: list, tuple, deque, any mapping, namedtuple, dataclass instance, a node registered with
-    `torch.utils._pytree`.
+    Leaves are tensors of any subclass, `PackedSequence`, modules, None, strings, numbers, and every object
+    that is not a known container: list, tuple, deque, any mapping, namedtuple, dataclass instance, a node
+    registered with `torch.utils._pytree`.
 
     Args:
         value: Anything.
         is_leaf: Says of a container that it should not be opened.
         root: The name of the value, or one name per child, for error messages.
+        objects: As for `unpack`.
 
     Returns:
         The leaves and the tree; `tree.rebuild(leaves)` is the value again.
@@ -217,36 +218,42 @@ def flatten(
         ValueError: If a container contains itself.
     """
     if type(value) is tuple:
-        call = cast("tuple[Any, ...]", value)
-        if len(call) == 2 and type(call[0]) is tuple and call[1] == {} and type(call[1]) is dict:  # noqa: PLR2004
-            args = cast("tuple[Any, ...]", call[0])
-            for arg in args:
+        args, *rest = cast("tuple[Any, ...]", value) or (None,)
+        if type(args) is tuple and len(rest) == 1 and type(rest[0]) is dict and not rest[0]:
+            for arg in cast("tuple[Any, ...]", args):
                 if not isinstance(arg, torch.Tensor):
                     break
             else:
-                return list(args), _call_tree(len(args))
+                return list(cast("tuple[Any, ...]", args)), _call_tree(len(cast("tuple[Any, ...]", args)))
     leaves: list[Any] = []
     try:
-        tree = _flatten(value, leaves, is_leaf, set())
+        tree = _flatten(value, leaves, is_leaf, objects, set())
     except _ContainsItselfError as error:
-        path = error.path if isinstance(root, str) else root[error.keys[0]] + "".join(error.steps[1:])
-        name = root + path if isinstance(root, str) else path
-        raise ValueError(f"{name} contains itself: a value must be a tree to be split or joined") from None
+        start, steps = (root, error.steps) if isinstance(root, str) else (root[error.place], error.steps[1:])
+        path = start + "".join(steps)
+        raise ValueError(f"{path} contains itself: a value must be a tree to be split or joined") from None
     return leaves, tree
 
 
-def unpack(value: Any) -> Node | None:
-    """One container opened by one level, or None when the value is a leaf."""
-    kind = _kind_of(value)
+def unpack(value: Any, *, objects: bool = False) -> Node | None:
+    """One container opened by one level, or None when the value is a leaf.
+
+    Args:
+        value: Anything.
+        objects: Whether instances of plain classes that hold tensors are containers of their attributes.
+    """
+    kind = kind_of(value)
+    if kind is None and objects and opens_as_object(value):
+        kind = OBJECT
     if kind is None:
         return None
     keys, children, extra = kind.unpack(value)
-    return Node(Tree(kind, type(value), keys, (LEAF,) * len(children), extra, value), children)
+    return Node(Tree(kind, cast("Any", type(value)), keys, (LEAF,) * len(children), extra, value), children)
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value is a container whose children have names: a mapping, namedtuple, dataclass and the like."""
-    kind = _kind_of(value)
+    """Whether a value is a container whose children have names: a mapping, namedtuple, dataclass."""
+    kind = kind_of(value)
     return kind is not None and (kind.by_attribute or kind.name == "mapping")
 
 
@@ -264,16 +271,17 @@ class _ContainsItselfError(Exception):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys: list[Any] = []
+        self.place = 0
         self.steps: list[str] = []
 
-    @property
-    def path(self) -> str:
-        return "".join(self.steps)
 
-
-def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, above: set[int]) -> Tree:
-    kind = None if type(value) in _ATOMS or (is_leaf is not None and is_leaf(value)) else _kind_of(value)
+def _flatten(
+    value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, objects: bool, above: set[int]
+) -> Tree:
+    stop = type(value) in ATOMS or (is_leaf is not None and is_leaf(value))
+    kind = None if stop else kind_of(value)
+    if kind is None and objects and not stop and opens_as_object(value):
+        kind = OBJECT
     if kind is None:
         leaves.append(value)
         return LEAF
@@ -284,141 +292,14 @@ def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | Non
     trees: list[Tree] = []
     for child in children:
         try:
-            trees.append(_flatten(child, leaves, is_leaf, above))
+            trees.append(_flatten(child, leaves, is_leaf, objects, above))
         except _ContainsItselfError as error:
             key = keys[len(trees)]
-            error.keys.insert(0, key)
+            error.place = len(trees)
             error.steps.insert(0, f".{key}" if kind.by_attribute else _subscript(key))
             raise
     above.discard(id(value))
-    return Tree(kind, type(value), keys, tuple(trees), extra, value)
-
-
-def _kind_of(value: Any) -> Kind | None:
-    cls = cast("type[Any]", type(value))
-    kind = _EXACT.get(cls)
-    if kind is not None or cls in _ATOMS or isinstance(value, _OPAQUE):
-        return kind
-    fielded = dataclasses.is_dataclass(cls)
-    # Its authors register it as a pytree node as well, but that way its None fields are lost.
-    if fielded and issubclass(cls, OrderedDict):
-        return _MODEL_OUTPUT
-    if cls in pytree.SUPPORTED_NODES:
-        return _REGISTERED
-    if issubclass(cls, tuple):
-        return _NAMEDTUPLE if hasattr(cls, "_fields") else _TUPLE_SUBCLASS
-    if issubclass(cls, (list, deque)):
-        return _LIST_SUBCLASS
-    if issubclass(cls, Mapping):
-        return _MAPPING if issubclass(cls, MutableMapping) else _FROZEN_MAPPING
-    return _DATACLASS if fielded else None
-
-
-def _unpack_sequence(value: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return range(len(value)), value, None
-
-
-def _unpack_deque(value: deque[Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return range(len(value)), list(value), value.maxlen
-
-
-def _unpack_mapping(value: Mapping[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    keys = tuple(value)
-    return keys, [value[key] for key in keys], None
-
-
-def _unpack_defaultdict(value: defaultdict[Any, Any]) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return tuple(value), list(value.values()), value.default_factory
-
-
-def _unpack_namedtuple(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    return value._fields, value, None
-
-
-def _unpack_dataclass(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    # A field may be unset (init=False), and a frozen instance may carry attributes that are no fields.
-    names = dict.fromkeys([field.name for field in dataclasses.fields(value)] + list(getattr(value, "__dict__", ())))
-    keys = tuple(name for name in names if hasattr(value, name))
-    return keys, [getattr(value, key) for key in keys], None
-
-
-def _unpack_model_output(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    items = cast("dict[str, Any]", dict(OrderedDict.items(value)))
-    # A field that was None at construction and set later is an attribute without being an item.
-    others = [field.name for field in dataclasses.fields(value) if field.name not in items]
-    others = [name for name in others if getattr(value, name, None) is not None]
-    children = list(items.values()) + [getattr(value, name) for name in others]
-    return (*items, *others), children, len(items)
-
-
-def _unpack_registered(value: Any) -> tuple[Sequence[Any], Sequence[Any], Any]:
-    definition = pytree.SUPPORTED_NODES[cast("type[Any]", type(value))]
-    children, context = definition.flatten_fn(value)
-    return range(len(children)), children, context
-
-
-def _pack_mapping(tree: Tree, children: list[Any]) -> Any:
-    clone = copy.copy(tree.template)
-    if not isinstance(clone, (dict, UserDict)) and not hasattr(type(clone), "__copy__"):
-        # A plain copy shares the dict in which such a class keeps its items: setting them would change the user's.
-        for name, part in list(vars(clone).items()):
-            if isinstance(part, MutableMapping):
-                vars(clone)[name] = copy.copy(cast("MutableMapping[Any, Any]", part))
-    for key, child in zip(tree.keys, children, strict=True):
-        clone[key] = child
-    return clone
-
-
-def _pack_frozen_mapping(tree: Tree, children: list[Any]) -> Any:
-    return _type_of(tree)(dict(zip(tree.keys, children, strict=True)))
-
-
-def _pack_namedtuple(tree: Tree, children: list[Any]) -> Any:
-    return _with_attributes(_type_of(tree)._make(children), tree)
-
-
-def _pack_tuple_subclass(tree: Tree, children: list[Any]) -> Any:
-    return _with_attributes(tuple.__new__(_type_of(tree), children), tree)
-
-
-def _pack_list_subclass(tree: Tree, children: list[Any]) -> Any:
-    clone = copy.copy(tree.template)
-    clone.clear()
-    clone.extend(children)
-    return clone
-
-
-def _pack_dataclass(tree: Tree, children: list[Any]) -> Any:
-    # Not the constructor: fields may be init=False, and __post_init__ has already run on these values.
-    clone = object.__new__(_type_of(tree))
-    for key, child in zip(tree.keys, children, strict=True):
-        object.__setattr__(clone, key, child)
-    return clone
-
-
-def _pack_model_output(tree: Tree, children: list[Any]) -> Any:
-    cls = _type_of(tree)
-    clone = cls.__new__(cls)
-    vars(clone).update(vars(tree.template))
-    for place, (key, child) in enumerate(zip(tree.keys, children, strict=True)):
-        if place < tree.extra:
-            OrderedDict.__setitem__(clone, key, child)
-        vars(clone)[key] = child
-    return clone
-
-
-def _pack_registered(tree: Tree, children: list[Any]) -> Any:
-    return pytree.SUPPORTED_NODES[_type_of(tree)].unflatten_fn(children, tree.extra)
-
-
-def _with_attributes(clone: Any, tree: Tree) -> Any:
-    if attributes := getattr(tree.template, "__dict__", None):
-        vars(clone).update(attributes)
-    return clone
-
-
-def _type_of(tree: Tree) -> Any:
-    return tree.type
+    return Tree(kind, cast("Any", type(value)), keys, tuple(trees), extra, value)
 
 
 def _name_of(cls: Any) -> str:
@@ -455,38 +336,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"a {type(value).__name__}"  # noqa: PLR2004
 
 
-_SEQUENCE, _NAMES = "sequence", "record"
-_LIST = Kind(_SEQUENCE, _unpack_sequence, lambda _, children: children)
-_TUPLE = Kind(_SEQUENCE, _unpack_sequence, lambda _, children: tuple(children))
-_DICT = Kind("mapping", _unpack_mapping, lambda tree, children: dict(zip(tree.keys, children, strict=True)))
-_TUPLE_SUBCLASS = Kind(_SEQUENCE, _unpack_sequence, _pack_tuple_subclass)
-_LIST_SUBCLASS = Kind(_SEQUENCE, lambda value: (range(len(value)), list(value), None), _pack_list_subclass)
-_NAMEDTUPLE = Kind(_NAMES, _unpack_namedtuple, _pack_namedtuple, by_attribute=True)
-_DATACLASS = Kind(_NAMES, _unpack_dataclass, _pack_dataclass, by_attribute=True)
-_MODEL_OUTPUT = Kind(_NAMES, _unpack_model_output, _pack_model_output, by_attribute=True)
-_MAPPING = Kind("mapping", _unpack_mapping, _pack_mapping)
-_FROZEN_MAPPING = Kind("mapping", _unpack_mapping, _pack_frozen_mapping)
-_REGISTERED = Kind("registered", _unpack_registered, _pack_registered)
-_EXACT: dict[type[Any], Kind] = {
-    list: _LIST,
-    tuple: _TUPLE,
-    dict: _DICT,
-    OrderedDict: _DICT._replace(pack=lambda tree, children: OrderedDict(zip(tree.keys, children, strict=True))),
-    defaultdict: Kind(
-        "mapping",
-        _unpack_defaultdict,
-        lambda tree, children: defaultdict(tree.extra, zip(tree.keys, children, strict=True)),
-    ),
-    deque: Kind(_SEQUENCE, _unpack_deque, lambda tree, children: deque(children, tree.extra)),
-    torch.Size: Kind(_SEQUENCE, _unpack_sequence, lambda _, children: torch.Size(children)),
-    MappingProxyType: _FROZEN_MAPPING,
-}
 LEAF = Tree()
 
 
 @lru_cache(maxsize=256)
 def _call_tree(count: int) -> Tree:
-    args = Tree(_TUPLE, tuple, range(count), (LEAF,) * count)
-    tree = Tree(_TUPLE, tuple, range(2), (args, Tree(_DICT, dict, (), ())))
+    args = Tree(TUPLE, tuple, range(count), (LEAF,) * count)
+    tree = Tree(TUPLE, tuple, range(2), (args, Tree(DICT, dict, (), ())))
     tree.is_call = True
     return tree

@@ -6,7 +6,6 @@ and settings on tensors of the same shapes, dealt out in the same way.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -17,6 +16,7 @@ from torch import Tensor
 from evenly import rules
 from evenly.rules.plan import Op, Operand, Output, Plan, aten
 from evenly.sharded import conjugation, operands
+from evenly.sharded.arguments import mapped
 from evenly.sharded.content import Parts, Shards
 from evenly.sharded.gathering import SHAPE_ONLY, run_gathered
 from evenly.sharded.geometry import stand_in, whole_geometry
@@ -154,36 +154,31 @@ def _prepare(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
             rows = None if shards is None else rules.Rows(shards.dim, shards.rows)
             count += 1
             return Operand(count - 1, tuple(tensor.shape), tensor.dtype, device, rows)
-        if isinstance(value, (list, tuple)):
-            items = cast("list[Any]", value)
-            return type(items)(describe(item) for item in items)
         return value
 
-    described = tuple(describe(arg) for arg in args)
-    call = rules.Call(function, described, {name: describe(value) for name, value in kwargs.items()})
+    described = tuple(mapped(arg, describe) for arg in args)
+    call = rules.Call(function, described, {name: mapped(value, describe) for name, value in kwargs.items()})
     plan = rules.plan(call)
     if plan is None:
         return None
     sources: list[Source] = []
-
-    def slot(value: Any) -> Any:
-        if isinstance(value, (Operand, rules.Cut, rules.Divided)):
-            source: Source = (value.position, None) if isinstance(value, Operand) else (value.operand.position, value)
-            if source not in sources:
-                sources.append(source)
-            return Slot(sources.index(source))
-        if isinstance(value, rules.SizeOf):
-            return SizeOf(int(slot(value.operand)), value.dim)
-        if isinstance(value, (list, tuple)):
-            items = cast("list[Any]", value)
-            return type(items)(slot(item) for item in items)
-        return value
-
-    filled = tuple(slot(arg) for arg in plan.args)
-    keywords = {name: slot(value) for name, value in plan.kwargs.items()}
+    filled = tuple(mapped(arg, _slot, sources) for arg in plan.args)
+    keywords = {name: mapped(value, _slot, sources) for name, value in plan.kwargs.items()}
     template = Template(plan.function, filled, keywords)
     key = (plan.function, _looks(filled, []), _looks(tuple(keywords.items()), []))
     return Step(plan, _templates.setdefault(key, template), sources)
+
+
+def _slot(value: Any, sources: list[Source]) -> Any:
+    """What stands in a template for an argument; notes where its operand comes from."""
+    if isinstance(value, (Operand, rules.Cut, rules.Divided)):
+        source: Source = (value.position, None) if isinstance(value, Operand) else (value.operand.position, value)
+        if source not in sources:
+            sources.append(source)
+        return Slot(sources.index(source))
+    if isinstance(value, rules.SizeOf):
+        return SizeOf(int(_slot(value.operand, sources)), value.dim)
+    return value
 
 
 # ---------------------------------------------------------------------- carrying out
@@ -220,17 +215,12 @@ def _run(
             handles.append(there)
         number = values.define(team, template, template)
         remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
-        try:
+        with values.only_one_report(team, replicas):
             if any(map(conjugation.is_lazy, local)):
                 with conjugation.respected():
                     result = template.run(local)
             else:
                 result = template.run(local)
-        except Exception:
-            # The replicas have met the same error: it is said once, here.
-            with contextlib.suppress(Exception):
-                values.fetch(team, [], replicas)
-            raise
     if plan.in_place:
         target = cast("ShardedTensor", args[0])
         target.written()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evenly.rules.plan import Op, aten
 from evenly.sharded import conjugation
+from evenly.sharded.arguments import mapped
 
 if TYPE_CHECKING:
     from evenly.sharded.tensor import ShardedTensor
@@ -51,7 +52,7 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     size = 0
     used: list[tuple[ShardedTensor, Tensor]] = []
 
-    def whole(value: Any, *, settle: bool, shape_only: bool = False) -> Any:
+    def whole(value: Any, settle: bool, shape_only: bool) -> Any:
         nonlocal size
         if isinstance(value, ShardedTensor):
             if shape_only and not value.is_plain:
@@ -64,9 +65,6 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             found = value.settle(overwrite=overwrite)
             used.append((value, found))
             return found
-        if isinstance(value, (list, tuple)):
-            items = cast("list[Any]", value)
-            return type(items)(whole(item, settle=settle) for item in items)
         return value
 
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
@@ -74,9 +72,9 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     shape_only = function in SHAPE_ONLY
     with conjugation.respected():
         whole_args = tuple(
-            whole(arg, settle=names[position] in aliased, shape_only=shape_only) for position, arg in enumerate(args)
+            mapped(arg, whole, names[position] in aliased, shape_only) for position, arg in enumerate(args)
         )
-        whole_kwargs = {name: whole(value, settle=name in aliased) for name, value in kwargs.items()}
+        whole_kwargs = {name: mapped(value, whole, name in aliased, False) for name, value in kwargs.items()}
         if size:
             _note(function.name(), size)
         result = function(*whole_args, **whole_kwargs)

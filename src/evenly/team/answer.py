@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.containers import StandIn
 from evenly.packed import Layout, layout_of
 from evenly.structure import flatten
 from evenly.team.protocol import DTYPES, can_travel
 
 
 @dataclass(frozen=True)
-class RemoteTensor:
+class RemoteTensor(StandIn):
     """A tensor of a replica's output.
 
     Attributes:
@@ -35,7 +36,7 @@ class RemoteTensor:
 
 
 @dataclass(frozen=True)
-class RemotePacked:
+class RemotePacked(StandIn):
     """A packed sequence of a replica's output."""
 
     data: RemoteTensor
@@ -52,7 +53,7 @@ class Answer:
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors of an output that can stay where they are, in order. Both sides count them alike."""
-    leaves, _ = flatten(output, root="output")
+    leaves, _ = flatten(output, root="output", objects=True)
     found: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, PackedSequence):
@@ -64,7 +65,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def outline(output: Any) -> tuple[Any, list[Tensor]]:
     """In the replica: the output with its tensors replaced, and the tensors."""
-    leaves, tree = flatten(output, root="output")
+    leaves, tree = flatten(output, root="output", objects=True)
     tensors: list[Tensor] = []
     made: list[Any] = []
     for leaf in leaves:
@@ -85,9 +86,7 @@ def read(outlined: Any, metas: Sequence[tuple[int, tuple[int, ...], bool]]) -> A
         RemoteTensor(position, tuple(shape), DTYPES[dtype], requires_grad)
         for position, (dtype, shape, requires_grad) in enumerate(metas)
     ]
-    leaves, tree = flatten(
-        outlined, is_leaf=lambda value: isinstance(value, (RemoteTensor, RemotePacked)), root="output"
-    )
+    leaves, tree = flatten(outlined, root="output", objects=True)
     made: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, RemoteTensor):

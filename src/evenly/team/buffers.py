@@ -39,6 +39,8 @@ class Buffers:
         self.shapes = [buffer.shape for buffer in self.current()]
         self._sent: dict[torch.dtype, Tensor] = {}
         """What the driver sent last, on both sides, joined per dtype."""
+        self._up_to_date: dict[torch.dtype, set[int]] = {dtype: set() for dtype in self._groups}
+        """In the driver: which replicas have it. With few rows some take no part in a call."""
 
     def current(self) -> list[Tensor]:
         """The buffers as they are now."""
@@ -56,24 +58,42 @@ class Buffers:
             buffers[position].dtype is dtype for dtype, positions in self._groups.items() for position in positions
         )
 
-    def outgoing(self) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send before a call: per dtype a description of the joined buffers, or None if unchanged; the data."""
-        if not self._slots:
-            return (), []
-        buffers = self.current()
-        specs: list[Any] = []
-        data: list[Tensor] = []
+    def refresh(self) -> None:
+        """In the driver, before a call: take the values as they are now.
+
+        Unless :meth:`confirm` follows, what is sent with the call is sent again with the next: it may not have come.
+        """
+        buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
+            if len(positions) == 1:
+                joined = joined.clone()  # a single tensor is not copied when it is joined
             sent = self._sent.get(dtype)
-            if sent is not None and _same_bytes(sent, joined):
+            if sent is None or not _same_bytes(sent, joined):
+                self._sent[dtype] = joined
+                self._up_to_date[dtype] = set()
+
+    def outgoing(self, replica: int) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """What to send to a replica with a call; :meth:`confirm` follows when the replica has answered.
+
+        Returns:
+            Per dtype a description of the joined buffers, or None if the replica knows them already; the data.
+        """
+        specs: list[Any] = []
+        data: list[Tensor] = []
+        for dtype, known in self._up_to_date.items():
+            if replica in known:
                 specs.append(None)
                 continue
-            self._sent[dtype] = joined
-            spec, flat = wire_form(joined)
+            spec, flat = wire_form(self._sent[dtype])
             specs.append(spec)
             data.append(flat)
         return tuple(specs), data
+
+    def confirm(self, replica: int) -> None:
+        """The replica has been sent what :meth:`outgoing` said."""
+        for known in self._up_to_date.values():
+            known.add(replica)
 
     def receive(self, channel: Channel, specs: tuple[Any, ...]) -> None:
         """In a replica: take over what the driver sent, and undo what an earlier forward here did to the rest.

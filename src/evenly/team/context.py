@@ -7,6 +7,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ def capture(devices: int) -> Context:
         torch.get_float32_matmul_precision(),
         threads_per_replica(devices),
     )
+
+
+def probing_context(context: Context, *, autocast: bool, dtype: torch.dtype | None) -> Context:
+    """A context for trying things out: without grad, without autocast or with it, in another default dtype."""
+    _, inference, enabled, autocast_dtype, cache, default, *rest = context
+    default = default if dtype is None else DTYPE_NUMBER[dtype]
+    return (False, inference, enabled and autocast, autocast_dtype, cache, default, *rest)
 
 
 _GLOBALS = slice(5, None)
@@ -81,29 +89,37 @@ def shared_cores(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def random_state() -> bytes:
-    """A digest of the driver's generators: torch's, Python's, and NumPy's where it is in use.
+RandomState: TypeAlias = "tuple[bytes, bytes, bytes]"
 
-    Every replica seeds itself from it at each call, so that a seed, or a restored state, reproduces a run.
+
+def random_state() -> RandomState:
+    """Digests of the driver's generators: torch's, Python's, and NumPy's (empty where it is not in use).
+
+    Every replica seeds itself from them at each call, so that a seed, or a restored state, reproduces a run. Each
+    generator has a digest of its own: who seeds only torch's has a right to the same numbers from torch, whatever
+    the others, which nobody seeded, happen to be.
     """
-    digest = hashlib.blake2b(digest_size=8)
     generator = torch.get_rng_state()
-    digest.update(ctypes.string_at(generator.data_ptr(), generator.numel()))  # `bytes(storage)` takes 7 ms
-    digest.update(hash(random.getstate()[1]).to_bytes(8, "little", signed=True))
+    content = ctypes.string_at(generator.data_ptr(), generator.numel())  # `bytes(storage)` takes 7 ms
+    _, numbers, gauss = random.getstate()
+    python = repr((hash(numbers), gauss)).encode()  # numbers have the same hash in all processes, None has not
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state(legacy=False)["state"]
-        digest.update(state["key"].tobytes() + int(state["pos"]).to_bytes(8, "little"))
-    return digest.digest()
+    # Whatever bit generator is in use: pickled, which is faster than to look at its parts.
+    others = b"" if numpy is None else _digest(pickle.dumps(numpy.random.get_state(legacy=False)))
+    return _digest(content), _digest(python), others
 
 
-def seed(state: bytes, replica: int) -> None:
+def seed(state: RandomState, replica: int) -> None:
     """Seed this process's generators from the driver's :func:`random_state` and the replica's number."""
-    number = int.from_bytes(
-        hashlib.blake2b(state, digest_size=8, salt=replica.to_bytes(8, "little")).digest(), "little"
-    )
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
+    salt = replica.to_bytes(8, "little")
+    torch_seed, python_seed, numpy_seed = [int.from_bytes(_digest(digest, salt), "little") for digest in state]
+    torch.default_generator.manual_seed(torch_seed)
+    random.seed(python_seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(number % 2**32)
+        # Where only the replica has loaded NumPy, nobody can have seeded it.
+        numpy.random.seed((numpy_seed if state[2] else torch_seed) % 2**32)
+
+
+def _digest(content: bytes, salt: bytes = b"") -> bytes:
+    return hashlib.blake2b(content, digest_size=8, salt=salt).digest()

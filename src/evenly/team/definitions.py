@@ -1,8 +1,9 @@
 """Classes, functions and modules of Python on their way to another process.
 
 [Note: whose class] A class that travels by value is defined in one process, its home; elsewhere it is a copy.
-A copy never goes by value again: its key goes back, and home finds its own class. Otherwise cloudpickle would
-overwrite the methods of the user's own class with copies whose globals are cut off from the user's script.
+Where a process already has the class of a key, it keeps it, and at home its definition, too: otherwise
+cloudpickle would overwrite the methods of the user's own class with copies whose globals are cut off from the
+user's script. On the way home the key is enough.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def reduce_class(cls: type, reduce_by_value: Callable[[type], Any]) -> Any:
+def reduce_class(cls: type, reduce_by_value: Callable[[type], Any], *, homeward: bool) -> Any:
     """How pickle is to save a class: by name, by key, by recipe or by value.
 
     Args:
         cls: The class.
         reduce_by_value: cloudpickle's answer.
+        homeward: Whether the receiver is where all received classes came from.
     """
-    if cls in _received_classes:  # [Note: whose class]
+    if homeward and cls in _received_classes:  # [Note: whose class]
         return _resolve_class, (_class_keys[cls], None, None)
     names = _parametrized_names(cls)
     if names:

@@ -3,6 +3,10 @@
 An exception crosses over as what it consists of: where its class is found, its arguments and attributes one
 by one, its traceback as places in files. The driver rebuilds it with the class that the user's `except`
 clause names.
+
+[Note: raised later] An exception that was kept before it is raised must not stay in a local variable of a frame that
+raises it: its traceback refers to the frame, and the two would keep each other, and all tensors in sight, alive until
+the garbage collector comes by.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 
 from evenly.team.shipping import pack, unpack
-from evenly.team.tracebacks import Link, chain_of, render_chain
+from evenly.team.tracebacks import Link, Place, chain_of, render_chain
 
 __all__ = ["ReplicaDied", "ReplicaError", "death_message", "describe", "restore"]
 
@@ -61,9 +65,6 @@ class ReplicaDied(ReplicaError):  # noqa: N818 - it says what happened
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (*super().__reduce__()[1], self.pid, self.returncode)
-
-
-# --- crossing over ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -109,7 +110,7 @@ def describe(exc: BaseException) -> bytes:
     return pickle.dumps(description)
 
 
-def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseException:
+def restore(data: bytes, *, replica: int, device: str, phase: str, called_at: Place | None = None) -> BaseException:
     """Rebuilds in the driver the exception that :func:`describe` described in a replica.
 
     Args:
@@ -117,6 +118,7 @@ def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseExcept
         replica: Where it was raised; the driver is 0.
         device: That replica's device.
         phase: What it was doing, e.g. ``"forward"``.
+        called_at: The line of the user's program that asked for it, if its traceback does not show one.
 
     Returns:
         An exception to raise. It is of its own type where that can be found (first by name in this process,
@@ -125,6 +127,8 @@ def restore(data: bytes, *, replica: int, device: str, phase: str) -> BaseExcept
         the type.
     """
     description: _Description = pickle.loads(data)
+    if called_at is not None:
+        description.chain[-1].frames.insert(0, called_at)
     story = render_chain(description.chain)
     where = f"replica {replica} ({device}) failed in {phase}"
     exc = _rebuild(description)
@@ -149,7 +153,7 @@ def _value_of(get: Callable[[], object]) -> _Value:
     try:
         value = get()
         look = _safely(repr, value)[:_LONGEST_LOOK]
-        parcel = pack(value)
+        parcel = pack(value, homeward=True)
         if sum(tensor.nbytes for tensor in parcel.tensors) + len(parcel.payload) > _LARGEST_VALUE:
             return _Value(look, None)
         file = io.BytesIO()
@@ -182,9 +186,6 @@ def _safely(text_of: Callable[[Any], str], value: object) -> str:
         return text_of(value)
     except Exception:
         return f"<{type(value).__qualname__}>"
-
-
-# --- rebuilding ------------------------------------------------------------------------------------------
 
 
 def _rebuild(description: _Description) -> BaseException | None:
@@ -278,8 +279,6 @@ def _builtin_base(cls: type[BaseException]) -> Any:
     return next(base for base in cls.__mro__ if not _is_python_class(base))
 
 
-# --- death -----------------------------------------------------------------------------------------------
-
 _LIKELY_CAUSES = {
     "SIGKILL": "often the system's out-of-memory killer (see `dmesg`), or a limit of the container or job",
     "SIGTERM": "somebody asked it to stop: a job scheduler, or `kill`",
@@ -307,15 +306,18 @@ def death_message(
         last_words: What it wrote to stderr at the end, e.g. faulthandler's report.
     """
     who = f"replica {replica} ({device}, pid {pid})"
+    when = f"while it was {phase}" if phase in ("idle", "starting") else f"while running {phase}"
     if returncode is None:
-        message = f"{who} stopped answering while running {phase}: its channel was closed"
+        message = f"{who} stopped answering {when}: its channel was closed"
     elif returncode < 0:
         name = _signal_name(-returncode)
-        message = f"{who} was killed by {name} while running {phase}"
+        message = f"{who} was killed by {name} {when}"
         if name in _LIKELY_CAUSES:
             message += f": {_LIKELY_CAUSES[name]}"
+    elif phase == "starting":
+        message = f"{who} failed to start: it exited with code {returncode}"
     else:
-        message = f"{who} exited with code {returncode} while running {phase}: something called os._exit()"
+        message = f"{who} exited with code {returncode} {when}: something called os._exit()"
     message += ". The next call starts a new replica."
     if last_words.strip():
         message += f"\n\nIts last words:\n{last_words.rstrip()}"

@@ -17,10 +17,13 @@ class Graph:
     Attributes:
         outputs: Tensors of the output, in order, with their autograd history.
         inputs: Tensors of the input that want a gradient, by position; each is a leaf.
+        shared: Whether parts of it belong to another graph, too. Then a backward must not free them, even the last
+            one: the same step may run the other graph afterwards (a loss plus a penalty on its gradient).
     """
 
-    outputs: list[Tensor]
+    outputs: Sequence[Tensor | None]
     inputs: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    shared: bool = False
 
 
 def backward(
@@ -41,22 +44,63 @@ def backward(
     Returns:
         Gradients of the leaves, and of the inputs by position. None where nothing flowed.
     """
-    outputs = [graph.outputs[position] for position in gradients]
-    inputs = list(graph.inputs.values())
-    targets = [*leaves, *inputs]
+    outputs, gradients_in = _ends(graph, gradients)
+    targets = [*leaves, *graph.inputs.values()]
     before = [target.grad for target in targets]
     with _without_hooks(targets):
         for target in targets:
             target.grad = None
         try:
             if outputs:
-                torch.autograd.backward(outputs, list(gradients.values()), retain_graph=keep)
+                torch.autograd.backward(outputs, gradients_in, retain_graph=keep or graph.shared)
             found = [target.grad for target in targets]
         finally:
             for target, gradient in zip(targets, before, strict=True):
                 target.grad = gradient
     count = len(leaves)
     return found[:count], dict(zip(graph.inputs, found[count:], strict=True))
+
+
+GRADIENTS_FROM = 1 << 15
+"""From this position on the inputs of a graph of gradients are what flowed into the outputs of the first graph."""
+
+
+def differentiate(
+    graph: Graph, gradients: dict[int, Tensor], leaves: Sequence[Tensor]
+) -> tuple[list[Tensor | None], dict[int, Tensor | None], Graph]:
+    """Gradients of one shard as functions that have gradients in turn.
+
+    Args:
+        graph: The shard's forward; it is kept.
+        gradients: By position of the output.
+        leaves: Parameters, in the order of the answer.
+
+    Returns:
+        As :func:`backward`, and the graph of these gradients. Its outputs are those of the leaves, then those of the
+        inputs; its inputs are those of ``graph``, and the incoming gradients from :data:`GRADIENTS_FROM` on.
+    """
+    flowing = {position: gradient.detach().requires_grad_() for position, gradient in gradients.items()}
+    outputs, gradients_in = _ends(graph, flowing)
+    targets = [*leaves, *graph.inputs.values()]
+    wanted = [target for target in targets if target.requires_grad]
+    found: list[Tensor | None] = [None] * len(targets)
+    if outputs and wanted:
+        with _without_hooks(targets), torch.enable_grad():
+            grads = iter(torch.autograd.grad(outputs, wanted, gradients_in, create_graph=True, allow_unused=True))
+        found = [next(grads) if target.requires_grad else None for target in targets]
+    flows = {GRADIENTS_FROM + position: gradient for position, gradient in flowing.items()}
+    second = Graph(found, {**graph.inputs, **flows}, shared=True)
+    # Apart from the graph: they are added to in place.
+    values = [None if gradient is None else gradient.detach().clone() for gradient in found]
+    count = len(leaves)
+    return values[:count], dict(zip(graph.inputs, values[count:], strict=True)), second
+
+
+def _ends(graph: Graph, gradients: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that gradients flow into, and the gradients."""
+    pairs = [(graph.outputs[position], gradient) for position, gradient in gradients.items()]
+    kept = [(output, gradient) for output, gradient in pairs if output is not None and output.requires_grad]
+    return [output for output, _ in kept], [gradient for _, gradient in kept]
 
 
 @contextlib.contextmanager

@@ -68,8 +68,10 @@ def _leads_to(name: str, module: types.ModuleType) -> bool:
 def _find(name: str, path: object) -> ModuleSpec | None:
     # As importlib.util.find_spec, which would answer from sys.modules without looking.
     for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, path) if find_spec is not None else None
+        try:
+            spec = finder.find_spec(name, path)  # pyright: ignore[reportArgumentType] - path is what Python gave
+        except Exception:  # noqa: S112 - a finder that does not know what it was asked
+            continue
         if spec is not None:
             return spec
     return None

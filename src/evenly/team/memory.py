@@ -6,14 +6,22 @@ process that maps them, however it ends.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels like best
 
@@ -43,10 +51,10 @@ class Block:
         size: Bytes.
     """
 
-    def __init__(self, descriptor: int, size: int, access: int = mmap.ACCESS_WRITE) -> None:
+    def __init__(self, descriptor: int, size: int, *, private: bool = False) -> None:
         self.size = size
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, max(size, 1), access=access)
+        self._map = _map(descriptor, max(size, 1), mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
 
     @classmethod
     def allocate(cls, size: int) -> Block:
@@ -67,7 +75,7 @@ class Block:
 
     def private(self) -> Block:
         """The same memory, but what is written through this block is seen by nobody else (copy on write)."""
-        return Block(os.dup(self.descriptor), self.size, mmap.ACCESS_COPY)
+        return Block(os.dup(self.descriptor), self.size, private=True)
 
     def close(self) -> None:
         """Give the descriptor back. Tensors stay valid: the mapping goes with the last of them."""
@@ -77,6 +85,21 @@ class Block:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _map(descriptor: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
+    """Map memory as a buffer, which is unmapped when the last reference goes.
+
+    Python's own ``mmap`` keeps a descriptor open for as long as the mapping lives, and a model has several.
+    """
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
+    buffer = (ctypes.c_char * size).from_address(address)
+    unmap = weakref.finalize(buffer, _libc.munmap, address, size)
+    unmap.atexit = False  # tensors may still be in use then, and the system unmaps in any case
+    return buffer
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

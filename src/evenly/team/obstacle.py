@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 __all__ = ["explain_obstacle", "unpicklable_path"]
 
@@ -26,12 +28,20 @@ def explain_obstacle(obj: object, name: str, error: Exception, pack: Callable[[o
     path, culprit, error, owner = _search(obj, name, error, pack)
     cls = type(culprit)
     kind = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
-    return (
-        f"{path} cannot be sent to another process: it is a {kind} ({type(error).__name__}: {error}). "
-        f"Each replica needs a copy of its own; locks, open files, sockets, generators and the like belong "
-        f"to one process. Create it in forward at first use, or leave it out in __getstate__ of {holder}."
-    )
+    if isinstance(culprit, torch.jit.ScriptModule):
+        remedy = (
+            "TorchScript modules hold their parameters where no other process can share them. Give the "
+            "module that it was made from; torch.compile works on that."
+        )
+    else:
+        holder = type(owner).__qualname__ if isinstance(owner, nn.Module) else "its class"
+        remedy = (
+            "Each replica needs a copy of its own; locks, open files, sockets, generators and the like "
+            "belong to one process. Create it in forward at first use, or leave it out in __getstate__ of "
+            f"{holder}."
+        )
+    cause = f"{type(error).__name__}: {error}"
+    return f"{path} cannot be sent to another process: it is a {kind} ({cause}). {remedy}"
 
 
 def unpicklable_path(obj: object, root_name: str, pack: Callable[[object], None]) -> str:
@@ -62,7 +72,7 @@ def _search(
 
 def _parts(obj: object) -> Iterator[tuple[str, object]]:
     """What `obj` consists of, each with what is added to the path."""
-    if isinstance(obj, (str, bytes, int, float, complex, Tensor, types.ModuleType)):
+    if isinstance(obj, (str, bytes, int, float, complex, types.ModuleType, torch.jit.ScriptModule)):
         return
     if isinstance(obj, Mapping):
         for key, value in cast("Mapping[Any, Any]", obj).items():
@@ -81,7 +91,16 @@ def _parts(obj: object) -> Iterator[tuple[str, object]]:
         yield ".func", partial.func
         yield ".args", partial.args
         yield ".keywords", partial.keywords
+    elif isinstance(obj, nn.Module):
+        yield from _parts_of_module(obj)
     yield from _attributes(cast("object", obj))
+
+
+def _parts_of_module(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, child in module.named_children():
+        yield (f"[{name}]" if name.isdigit() else f".{name}"), child
+    for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        yield f".{name}", tensor
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -104,17 +123,20 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
+# Parts that have a path of their own, and parts of a class that are made anew.
+_SEEN_OTHERWISE = {"_modules", "_parameters", "_buffers", "__dict__", "__weakref__", "_abc_impl"}
+
+
 def _attributes(obj: object) -> Iterator[tuple[str, object]]:
-    if isinstance(obj, nn.Module):
-        for name, module in obj.named_children():
-            yield (f"[{name}]" if name.isdigit() else f".{name}"), module
     state: object = getattr(obj, "__dict__", None)
     if isinstance(state, Mapping):
         for name, value in list(cast("Mapping[str, Any]", state).items()):
-            if name not in ("_modules", "__dict__", "__weakref__"):
+            if name not in _SEEN_OTHERWISE:
                 yield f".{name}", value
     for cls in type(obj).__mro__:
         slots: Any = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(obj, name):
                 yield f".{name}", getattr(obj, name)
+    if not isinstance(obj, type):
+        yield f" (its class {type(obj).__qualname__})", type(obj)

@@ -53,8 +53,22 @@ class Command(IntEnum):
     """Answers with a value."""
     RENAME = 14
     """Keep a value under another number."""
+    GROUP = 19
+    """Become part of the team's process group."""
+    BROADCAST = 20
+    """Receive parameters through the group."""
+    REDUCE = 21
+    """Bring gradients to the sum through the group."""
+    EXCHANGE = 18
+    """Take over the memory in which replicas add up numbers among themselves."""
     REPORT = 13
     """Answers with rows, seconds and memory used so far."""
+    SYNC = 15
+    """Answers with a token: after an interruption, all answers before it are passed over."""
+    ABANDON = 16
+    """Forget whatever values there are in a range of numbers."""
+    PARDON = 17
+    """The operation before this one has failed in the driver too, which needs no second report."""
 
 
 class Status(IntEnum):
@@ -62,6 +76,7 @@ class Status(IntEnum):
 
     DONE = 0
     FAILED = 1
+    """Followed by the exception, and by the name and number of the operation if it was one."""
 
 
 DTYPES: list[torch.dtype] = [

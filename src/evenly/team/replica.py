@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
-import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,13 +25,18 @@ from torch import Tensor
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
-from evenly.team.context import Context, applied, seed
-from evenly.team.execution import Graph, backward
-from evenly.team.memory import Block, Placement
-from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_forms
+from evenly.team.collectives import Kind
+from evenly.team.context import Context, RandomState, applied, seed
+from evenly.team.exchange import Exchange
+from evenly.team.execution import Graph, backward, differentiate
+from evenly.team.group import Group
+from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
+from evenly.team.memory import Block
+from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
+from evenly.whole_batch import Shard, in_shard, probed
 
 
 @dataclass
@@ -40,32 +44,40 @@ class Model:
     """A replica's copy of a module.
 
     Attributes:
-        module: The module; its parameters are views of the driver's memory.
-        leaves: Its parameters and other leaf tensors that may require grad, in the driver's order.
-        parameters: The memory they lie in.
-        gradients: Where the gradient of each leaf is laid for the others to add up.
+        module: The module.
+        holding: Its parameters, and where their gradients go.
+        buffers: Its buffers, whose values come from the driver.
     """
 
     module: torch.nn.Module
-    leaves: list[Tensor]
-    places: list[Placement]
-    parameters: Block
-    gradients: list[Tensor]
+    holding: SharedHolding | OwnHolding
     buffers: Buffers
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Its parameters and other leaf tensors that may require grad, in the driver's order."""
+        return self.holding.leaves
 
 
 class Replica:
     """The state of this process: models, values and graphs by the numbers that the driver gave them."""
 
-    def __init__(self, channel: Channel, index: int) -> None:
+    def __init__(self, channel: Channel, index: int, count: int) -> None:
         self.channel = channel
         self.index = index
+        self.count = count
         self.models: dict[int, Model] = {}
-        self.values: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = _Values()
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.templates: dict[int, Template] = {}
         self.context: Context | None = None
-        self.failure: bytes | None = None
+        self.exchange: Exchange | None = None
+        self.group: Group | None = None
+        self.failure: tuple[bytes, str, int] | None = None
+        """What nobody has been told of yet: an exception; the operation that raised it, and its number."""
+        self._last_run_failed = False
+        self._in_users_code = False
+        self._synced = 0
         self.rows = 0
         self.seconds = 0.0
         self._handlers: dict[int, Callable[..., Any]] = {
@@ -83,9 +95,17 @@ class Replica:
             Command.FETCH: self.fetch,
             Command.RENAME: self.rename,
             Command.REPORT: self.report,
+            Command.GROUP: self.join_group,
+            Command.BROADCAST: self.broadcast,
+            Command.REDUCE: self.reduce,
+            Command.SYNC: self.sync,
+            Command.ABANDON: self.abandon,
+            Command.PARDON: self.pardon,
+            Command.EXCHANGE: self.take_exchange,
         }
         self._answers = {
             Command.SHIP, Command.PATCH, Command.PROBE, Command.CALL, Command.BACKWARD, Command.FETCH, Command.REPORT,
+            Command.SYNC,
         }  # fmt: skip
 
     def loop(self) -> None:
@@ -95,30 +115,60 @@ class Replica:
             if command == Command.STOP:
                 return
             answers = command in self._answers
-            if self.failure is not None and answers:
-                self._fail(self.failure)
+            if self.failure is not None and answers and command != Command.SYNC:
+                self._refuse(command, arguments)
+                self._fail(*self.failure)
                 self.failure = None
-            elif self.failure is None or command != Command.RUN:
-                try:
-                    self._handlers[command](*arguments)
-                except ChannelClosedError:
-                    raise
-                except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
-                    failure = errors.describe(error)
-                    # The traceback holds the frames, and they hold the tensors of the failed step.
-                    del error
-                    if answers:
-                        self._fail(failure)
-                    else:
-                        self.failure = failure
-            self.channel.skip()
+                continue
+            try:
+                self._handlers[command](*arguments)
+            except ChannelClosedError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
+                failure = errors.describe(error)
+                # The traceback holds the frames, and they hold the tensors of the failed step.
+                del error
+                self._refuse(command, arguments)
+                if answers:
+                    self._fail(failure)
+                elif self.failure is None:
+                    self.failure = (failure, "", 0)
 
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
         self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
 
-    def _fail(self, failure: bytes) -> None:
-        self.channel.skip()
-        self.channel.send(encode((int(Status.FAILED), failure)))
+    def _refuse(self, command: int, arguments: list[Any]) -> None:
+        """See to it that no other replica waits for this one in a forward or backward that it does not run."""
+        if command == Command.CALL:
+            self._peers().refuse(arguments[1])
+        elif command == Command.BACKWARD:
+            self._peers().refuse(arguments[2])
+
+    def _fail(self, failure: bytes, operation: str = "", number: int = 0) -> None:
+        self.channel.send(encode((int(Status.FAILED), failure, operation, number)))
+
+    # ------------------------------------------------------------------ interruptions
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Generator[None]:
+        """Around the user's code: only that may be cut off at any line, this process's own bookkeeping may not."""
+        self._in_users_code = True
+        try:
+            self.give_up_if_unwanted()
+            yield
+        finally:
+            self._in_users_code = False
+
+    def give_up_if_unwanted(self, *_: object) -> None:
+        """Cut off the user's code if the driver has been interrupted meanwhile. A signal's handler, too."""
+        if self._in_users_code and self.channel.interruption() > self._synced:
+            raise KeyboardInterrupt
+
+    def sync(self, token: int) -> None:
+        """After an interruption: from here on answers are awaited again."""
+        self._synced = token
+        self.failure = None
+        self._reply(token)
 
     # ------------------------------------------------------------------ models
 
@@ -127,20 +177,40 @@ class Replica:
         number: int,
         payload: bytes,
         specs: tuple[Any, ...],
-        leaves: tuple[Any, ...],
+        leaves: tuple[LeafSpec, ...],
+        kind: Kind,
         sizes: tuple[int, int],
     ) -> None:
-        """Take over a module. Two descriptors come with it: memory of the parameters, and for this replica's gradients."""
-        parameters = Block(self.channel.claim_descriptor(), sizes[0])
-        gradients = Block(self.channel.claim_descriptor(), sizes[1])
+        """Take over a module. With shared memory come two descriptors: the parameters, and this replica's gradients."""
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
-        places = [_place(leaf) for leaf in leaves]
-        targets = [_leaf(parameters, place, leaf) for place, leaf in zip(places, leaves, strict=True)]
-        module = cast("torch.nn.Module", unpack(payload, tensors, targets))
-        self.models[number] = Model(
-            module, targets, places, parameters, [gradients.tensor(place) for place in places], Buffers(module)
-        )
+        if kind == "memory":
+            descriptors = self.channel.claim_descriptors(number)
+            parameters, gradients = (Block(*pair) for pair in zip(descriptors, sizes, strict=True))
+            holding: SharedHolding | OwnHolding = SharedHolding(leaves, parameters, gradients)
+        else:
+            holding = OwnHolding(leaves)
+        module = cast("torch.nn.Module", unpack(payload, tensors, holding.leaves))
+        self.models[number] = Model(module, holding, Buffers(module))
         self._reply()
+
+    def join_group(self, token: int) -> None:
+        """Become part of the team's process group; the descriptor of the file in which it meets came before."""
+        (descriptor,) = self.channel.claim_descriptors(token)
+        self.group = Group(descriptor, self.index, self.count)
+
+    def broadcast(self, number: int, positions: tuple[int, ...]) -> None:
+        """Receive parameters through the group."""
+        holding = self.models[number].holding
+        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
+        assert self.group is not None  # noqa: S101 - and has told of the group
+        holding.receive(self.group, positions)
+
+    def reduce(self, number: int, wanted: bytes, taking_part: tuple[int, ...]) -> None:
+        """Bring gradients to the sum through the group, or zeros if this replica had no rows."""
+        holding = self.models[number].holding
+        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
+        assert self.group is not None  # noqa: S101 - and has told of the group
+        holding.reduce(self.group, wanted, taking_part=self.index in taking_part)
 
     def patch(
         self,
@@ -168,9 +238,20 @@ class Replica:
                     modules[position].__dict__[name] = value
         self._reply()
 
-    def forget(self, number: int) -> None:
-        """Drop a model that the driver has no more use for."""
-        self.models.pop(number, None)
+    def forget(self, numbers: tuple[int, ...]) -> None:
+        """Drop models that the driver has no more use for."""
+        for number in numbers:
+            self.models.pop(number, None)
+
+    def take_exchange(self, token: int, replicas: int) -> None:
+        """Take over the memory in which replicas add up numbers among themselves; its descriptor came before."""
+        (descriptor,) = self.channel.claim_descriptors(token)
+        self.exchange = Exchange(descriptor, replicas, self.index)
+        os.close(descriptor)
+
+    def _peers(self) -> Exchange:
+        assert self.exchange is not None  # noqa: S101 - it is the first thing that the driver sends
+        return self.exchange
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -180,8 +261,9 @@ class Replica:
         call: int,
         base: int,
         rows: int,
+        shard: Shard,
         context: Context,
-        state: bytes,
+        state: RandomState,
         buffers: tuple[Any, ...],
         payload: bytes,
         arguments: tuple[Any, ...],
@@ -192,16 +274,20 @@ class Replica:
         model.buffers.receive(self.channel, buffers)
         inputs: dict[int, Tensor] = {}
         tensors: list[Tensor] = []
-        for inline, what, position in arguments:
+        watched: list[tuple[int, Tensor, int]] = []
+        for inline, what, wanted, position in arguments:
             tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
-            if position >= 0:
-                inputs[position] = tensor.requires_grad_()
+            if wanted >= 0:
+                inputs[wanted] = tensor.requires_grad_()
+            elif inline and position >= 0:
+                watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(state, self.index)
-        with applied(context, self.context):
+        with applied(context, self.context), self._interruptible():
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
-            outputs = model.module(*args, **kwargs)
+            with in_shard(self._peers(), call, shard):
+                outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
         metas: list[tuple[int, tuple[int, ...], bool]] = []
         for position, tensor in enumerate(found):
@@ -209,10 +295,19 @@ class Replica:
             metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
         if any(tensor.requires_grad for tensor in found):
             self.graphs[call] = (model, Graph(found, inputs))
-        parcel = pack(outlined, name="output")
+        parcel = pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
-        self._reply(parcel.payload, tuple(metas), specs, tensors=data)
+        # Rows of an argument that forward changed in place go back to the user's tensor.
+        changed = [(position, tensor) for position, tensor, version in watched if tensor._version != version]
+        forms = [(position, *wire_form(tensor.detach())) for position, tensor in changed]
+        self._reply(
+            parcel.payload,
+            tuple(metas),
+            specs,
+            tuple((position, spec) for position, spec, _ in forms),
+            tensors=[*data, *(form for _, _, form in forms)],
+        )
         self.seconds += time.perf_counter() - started
 
     def drop(self, calls: tuple[int, ...]) -> None:
@@ -220,21 +315,35 @@ class Replica:
         for call in calls:
             self.graphs.pop(call, None)
 
-    def run_backward(self, call: int, keep: bool, base: int, gradients: tuple[Any, ...]) -> None:
-        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values."""
+    def run_backward(
+        self, call: int, keep: bool, again: int, base: int, shard: Shard, gradients: tuple[Any, ...]
+    ) -> None:
+        """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values.
+
+        With a number ``again`` that is not 0 the graph of the gradients is kept under it.
+        """
         started = time.perf_counter()
         incoming: dict[int, Tensor] = {}
         for position, inline, what in gradients:
-            incoming[position] = receive_tensor(self.channel, what) if inline else self.values[what]
+            gradient = receive_tensor(self.channel, what) if inline else self.values[what]
+            incoming[position] = incoming[position] + gradient if position in incoming else gradient
+        if not call:  # this replica has nothing to run, but must not be waited for
+            with in_shard(self._peers(), base, shard):
+                pass
+            self._reply(b"", (), None, ())
+            return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        found, inputs = backward(graph, incoming, model.leaves, keep=keep)
-        dense = [(target, grad) for target, grad in zip(model.gradients, found, strict=True) if _is_dense(grad)]
-        if dense:
-            torch._foreach_copy_([target for target, _ in dense], [cast("Tensor", grad) for _, grad in dense])  # pyright: ignore[reportPrivateUsage]
-        present = bytes(0 if grad is None else 1 if _is_dense(grad) else 2 for grad in found)
-        sparse = [grad for grad in found if grad is not None and not _is_dense(grad)]
+        with in_shard(self._peers(), base, shard), self._interruptible():
+            if again:
+                found, inputs, second = differentiate(graph, incoming, model.leaves)
+                self.graphs[again] = (model, second)
+            else:
+                found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        model.holding.lay(found)
+        present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
+        sparse = [grad for grad in found if grad is not None and not is_dense(grad)]
         metas: list[tuple[int, int, tuple[int, ...]] | tuple[int]] = []
         for position, grad in inputs.items():
             if grad is None:
@@ -252,26 +361,33 @@ class Replica:
         number: int,
         context: Context,
         training: bool,
+        dtype: int,
+        sync_batchnorm: bool,
+        rows: tuple[int, int],
         payload: bytes,
         specs: tuple[Any, ...],
     ) -> None:
         """Run a throw-away copy on the given inputs; answers with its outputs.
+
+        With a ``dtype`` that is not negative it runs in that one instead of its own.
 
         The copy's parameters are private views of the same memory (copied page by page when written), so the probe
         needs no second copy of the model and cannot change it.
         """
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
         model = self.models[number]
-        private = model.parameters.private()
-        leaves = [_private_leaf(private, *pair) for pair in zip(model.places, model.leaves, strict=True)]
+        leaves = model.holding.private_leaves()
         parcel = pack(model.module, leaves=LeafRegistry(model.leaves))
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
         if not training:
             copy.eval()
-        with applied(context, self.context), torch.no_grad():
+        if dtype >= 0:
+            copy.to(protocol.DTYPES[dtype])
+            tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
+        with applied(context, self.context), torch.no_grad(), self._interruptible():
             self.context = context
-            outputs = [copy(*args, **kwargs) for args, kwargs in unpack(payload, tensors, leaves)]
-        answer = pack(outputs)
+            outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
+        answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)
 
@@ -291,9 +407,20 @@ class Replica:
         self.templates[number] = Template.loads(template)
 
     def run(self, number: int, inputs: tuple[int, ...], base: int) -> None:
-        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative)."""
-        values = self.values
-        result = self.templates[number].run([values[handle] for handle in inputs])
+        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative).
+
+        Nothing is run while a failure waits to be told of: all that it has led to would only fail in turn.
+        """
+        self._last_run_failed = False
+        if self.failure is not None:
+            return
+        values, template = self.values, self.templates[number]
+        try:
+            result = template.run([values[handle] for handle in inputs])
+        except BaseException as error:  # noqa: BLE001 - as in the loop
+            self._last_run_failed = True
+            self.failure = (errors.describe(error), f"{template.function.name()} on a sharded tensor", abs(base))
+            return
         if base < 0:
             return
         if isinstance(result, Tensor):
@@ -301,6 +428,16 @@ class Replica:
         else:
             for offset, tensor in enumerate(result):
                 values[base + offset] = tensor
+
+    def pardon(self) -> None:
+        """Forget a failure of the operation just before."""
+        if self._last_run_failed:
+            self.failure = None
+
+    def abandon(self, base: int, count: int) -> None:
+        """Forget whatever values there are with the ``count`` numbers from ``base`` on."""
+        for handle in [handle for handle in self.values if base <= handle < base + count]:
+            del self.values[handle]
 
     def fetch(self, handles: tuple[int, ...]) -> None:
         """Answer with values."""
@@ -313,7 +450,19 @@ class Replica:
 
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
-        self._reply(self.rows, self.seconds, process_memory())
+        held = (len(self.values), len(self.graphs), len(self.models))
+        self._reply(self.rows, self.seconds, process_memory(), held)
+
+
+class _Values(dict[int, Tensor]):
+    """Values by their numbers."""
+
+    def __missing__(self, handle: int) -> Tensor:
+        message = (
+            "rows of this tensor were never computed, because an operation on it or before it has failed "
+            f"in this replica (value {handle})"
+        )
+        raise RuntimeError(message)
 
 
 _index = 0
@@ -329,61 +478,25 @@ def process_memory() -> int:
     return int(psutil.Process().memory_full_info().pss)
 
 
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
-
-
-def _place(leaf: tuple[Any, ...]) -> Placement:
-    offset, shape, stride, dtype = leaf[:4]
-    return Placement(offset, shape, stride, protocol.DTYPES[dtype])
-
-
-def _leaf(block: Block, place: Placement, leaf: tuple[Any, ...]) -> Tensor:
-    requires_grad, is_parameter = leaf[4:]
-    tensor = block.tensor(place)
-    if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _private_leaf(block: Block, place: Placement, leaf: Tensor) -> Tensor:
-    kind = (0, 0, 0, 0, leaf.requires_grad, isinstance(leaf, torch.nn.Parameter))
-    return _leaf(block, place, kind)
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process when the driver is gone, whatever this process is doing at the time."""
-    try:
-        descriptor = os.pidfd_open(parent)
-    except OSError:
-        descriptor = -1
-
-    def wait() -> None:
-        while os.getppid() == parent:
-            if descriptor < 0:
-                time.sleep(0.5)
-                continue
-            with contextlib.suppress(InterruptedError):
-                select.select([descriptor], [], [])
-                break
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="evenly-watch-driver", daemon=True).start()
-
-
-def main(sock: int, memory: int, last_words: int, index: int, count: int, parent: int) -> None:
-    """Be replica ``index`` of ``count`` until the driver says stop or is gone."""
+def main(sock: int, memory: int, last_words: int, index: int, count: int) -> None:
+    """Be replica ``index`` of ``count`` until the driver closes its end of the line."""
     global _index  # noqa: PLW0603 - once per process
     _index = index
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which knows what to do
     faulthandler.enable(last_words)
-    _die_with_parent(parent)
     channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
     os.close(memory)
+    replica = Replica(channel, index, count)
+    # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
+    signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
+    # What the user's code prints shall appear at once, and whatever happens to this process.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
-        Replica(channel, index).loop()
-    sys.stdout.flush()
+        replica.loop()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
     # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.
     os._exit(0)

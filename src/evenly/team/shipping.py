@@ -99,6 +99,7 @@ def pack(
     *,
     leaves: LeafRegistry | None = None,
     known_modules: Mapping[int, int] | None = None,
+    homeward: bool = False,
     name: str = "object",
 ) -> Parcel:
     """Makes a parcel of `obj`.
@@ -108,13 +109,15 @@ def pack(
         leaves: Where leaf tensors (those that require grad, and every ``nn.Parameter``) are entered; they are
             not in the parcel. Without it they travel as values, and are new leaves on arrival.
         known_modules: ``id(module) -> index`` of modules that the receiver has and passes to :func:`unpack`.
+        homeward: Whether the receiver is the process that every class received here came from: a replica's
+            driver. Such classes are then only named, and the receiver takes its own.
         name: What the user calls `obj`; the root of paths in error messages.
 
     Raises:
         ShippingError: If something in `obj` cannot be pickled.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, leaves, known_modules)
+    pickler = _Pickler(file, leaves, known_modules, homeward=homeward)
     try:
         pickler.dump(obj)
     except Exception as error:
@@ -146,10 +149,9 @@ def unpack(
 
 
 def _try_pack(obj: object, known_modules: Mapping[int, int] | None) -> None:
-    _Pickler(io.BytesIO(), LeafRegistry(), known_modules).dump(obj)
+    _Pickler(io.BytesIO(), LeafRegistry(), known_modules, homeward=False).dump(obj)
 
 
-# --- references ------------------------------------------------------------------------------------------
 # A persistent id is `4 * index + kind`: one small int, because pickle asks about every part of an id again.
 
 _TENSOR, _LEAF, _MODULE, _OTHER = range(4)
@@ -172,11 +174,19 @@ class _Placed:
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, leaves: LeafRegistry | None, known_modules: Mapping[int, int] | None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        leaves: LeafRegistry | None,
+        known_modules: Mapping[int, int] | None,
+        *,
+        homeward: bool,
+    ) -> None:
         super().__init__(file, protocol=5)
         self.tensors: list[Tensor] = []
         self._leaves = leaves
         self._known_modules = known_modules
+        self._homeward = homeward
         self._kinds = _COMMON_TYPES.copy()
         self._places: dict[int, int] = {}
         self._alive: list[Tensor] = []
@@ -203,7 +213,7 @@ class _Pickler(cloudpickle.Pickler):
         if cls is types.CodeType:
             return reduce_code(obj)
         if issubclass(cls, type):
-            return reduce_class(obj, super().reducer_override)
+            return reduce_class(obj, super().reducer_override, homeward=self._homeward)
         if issubclass(cls, Tensor):
             return self._reduce_tensor(obj)
         if issubclass(cls, types.ModuleType):
@@ -265,9 +275,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> Any:
         return self._things[pid & 3][pid >> 2]
-
-
-# --- tensors ---------------------------------------------------------------------------------------------
 
 
 def _kind_of(cls: type) -> int:

@@ -8,80 +8,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import select
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
+from evenly.team.exchange import Exchange, exchange_bytes
+from evenly.team.group import Group
 from evenly.team.memory import Block
+from evenly.team.process import Process
 from evenly.team.protocol import Command, Status, decode, encode
-from evenly.team.wire import Channel, ChannelClosedError, channel_memory, spin_seconds
+from evenly.team.wire import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from evenly.team.tracebacks import Place
+
 START_SECONDS = 120
 """How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
-STOP_SECONDS = 2
-_LAST_WORDS_BYTES = 1 << 16
+STOP_SECONDS = 0.5
+"""How long a replica may take to end when told to. One that is busy has nothing to save."""
+RECOVER_SECONDS = 2
+"""How long replicas may take to give up an interrupted step; starting new ones takes about as long."""
+_PLACES = 4096
 
 
-class _Process:
-    """One replica as the driver sees it."""
-
-    def __init__(self, index: int, count: int, device: torch.device) -> None:
-        self.index = index
-        self.device = device
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        memory = channel_memory()
-        self.last_words = Block.allocate(_LAST_WORDS_BYTES)
-        settings = os.memfd_create("evenly-settings", os.MFD_CLOEXEC)
-        try:
-            os.write(settings, json.dumps([os.path.abspath(path) for path in sys.path]).encode())  # noqa: PTH100
-            os.lseek(settings, 0, os.SEEK_SET)
-            inherited = (settings, theirs.fileno(), memory, self.last_words.descriptor)
-            script = os.path.join(os.path.dirname(__file__), "start_replica.py")  # noqa: PTH118, PTH120
-            numbers = [str(number) for number in (*inherited, index, count, os.getpid())]
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            self.popen = subprocess.Popen(
-                [sys.executable, *flags, script, *numbers],
-                stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
-                # Ctrl-C in the terminal is for the driver alone.
-                start_new_session=True,
-            )
-            self.channel = Channel(ours, memory, driver=True, spin=spin_seconds(count))
-        finally:
-            theirs.close()
-            os.close(memory)
-            os.close(settings)
-
-    def death(self) -> int | None:
-        """Its exit code (negative: the signal) once it has ended."""
-        return self.popen.poll()
-
-    def words(self) -> str:
-        """What it wrote in its last moments."""
-        return os.pread(self.last_words.descriptor, _LAST_WORDS_BYTES, 0).rstrip(b"\0").decode(errors="replace")
-
-    def stop(self, deadline: float) -> None:
-        """See it end: by itself until ``deadline`` (of the monotonic clock), then killed."""
-        self.channel.close()
-        try:
-            self.popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        self.last_words.close()
+class _TookTooLongError(Exception):
+    """A wait has exceeded its bound."""
 
 
 class Team:
@@ -100,16 +59,21 @@ class Team:
         self.generation = 0
         self._number = 0
         self._owner = os.getpid()
-        self._processes: list[_Process] = []
+        self._processes: list[Process] = []
         self._ready = False
+        self._give_up_at: float | None = None
         self.definitions: dict[Hashable, int] = {}
         """Operations that the replicas know by number."""
         self._pending: dict[int, int] = {}
-        self._released: list[int] = []
-        self._dropped: list[int] = []
-        self._forgotten: list[int] = []
+        """Answers that may be outstanding, per replica: never too few."""
+        self._unneeded: deque[tuple[Command, int, int]] = deque()
+        self._group: Group | None = None
+        self.exchange: Exchange | None = None
+        """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
+        self._watch = _weakly(self.check_alive)
+        self._places: list[tuple[int, Place] | None] = [None] * _PLACES
 
     @property
     def size(self) -> int:
@@ -128,97 +92,170 @@ class Team:
         """Start the processes, all at once, and return without waiting for them."""
         if self._processes:
             return
-        if os.getpid() != self._owner:
-            message = "this model's replicas belong to another process: wrap the module again in this one"
-            raise RuntimeError(message)
+        self.check_owner()
         self.generation += 1
         self._ready = False
         self._pending.clear()
         self.definitions.clear()
-        self._released, self._dropped, self._forgotten = [], [], []
+        self._unneeded.clear()
         try:
             for index, device in enumerate(self.devices[1:], 1):
-                self._processes.append(_Process(index, self.size, device))
+                self._processes.append(Process(index, self.size, device))
         except BaseException:
             self.stop()
             raise
         for process in self._processes:
-            process.channel.watch = self._check_alive
+            process.channel.watch = self._watch
             for other in self._processes:
                 if other is not process:
                     process.channel.also_watch(other.channel.socket.fileno())
 
+    def check_owner(self) -> None:
+        """Complain if this process is a forked child of the driver."""
+        if os.getpid() != self._owner:
+            message = (
+                f"the replicas belong to process {self._owner}, and this is its forked child {os.getpid()} "
+                "(a worker of a DataLoader, perhaps): use the bare module here, or wrap one in this process"
+            )
+            raise RuntimeError(message)
+
     def ensure_ready(self) -> None:
         """Have all processes running and in a known state; replace them where that cannot be had otherwise."""
-        self.phase = "idle"
-        self._check_alive()
-        if self._processes and (any(self._pending.values()) or any(p.channel.broken for p in self._processes)):
+        self.check_owner()
+        self.phase = "starting" if self._processes and not self._ready else "idle"
+        self.check_alive()
+        if self._processes and (any(self._pending.values()) or self._broken()):
             self._recover()
         self.start()
-        if self._ready:
-            return
+        if not self._ready:
+            self._await_start()
+
+    def _await_start(self) -> None:
         self.phase = "starting"
-        deadline = time.monotonic() + START_SECONDS
-        for process in self._processes:
-            while not process.channel.ready():
-                if time.monotonic() > deadline:
-                    self.stop()
-                    message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
-                    raise TimeoutError(message)
-                self._check_alive()
-                select.select([process.channel.socket], [], [], 0.1)
-                process.channel.take_descriptors()
-            process.channel.receive()
+        self._give_up_at = time.monotonic() + START_SECONDS
+        try:
+            for process in self._processes:
+                if process.channel.untouched:  # an earlier wait may have been interrupted
+                    process.channel.receive()
+        except ChannelClosedError:
+            raise self._lost(process) from None
+        except _TookTooLongError:
+            self.stop()
+            message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
+            raise TimeoutError(message) from None
+        finally:
+            self._give_up_at = None
+        self._share_exchange()
         self._ready = True
 
+    def _share_exchange(self) -> None:
+        """Give all replicas the memory in which they add up numbers among themselves."""
+        block = Block.allocate(exchange_bytes(self.size))
+        self.exchange = Exchange(block.descriptor, self.size, 0, self._watch)
+        token = self.reserve(1)
+        for process in self._processes:
+            self.send_descriptors(process.index, token, (block.descriptor,))
+        self.broadcast(self.size, int(Command.EXCHANGE), token, self.size)
+        block.close()
+
+    def group(self) -> Group:
+        """The team's process group, made when it is first needed."""
+        if self._group is None:
+            descriptor = os.memfd_create("evenly-group", os.MFD_CLOEXEC)
+            token = self.reserve(1)
+            for process in self._processes:
+                self.send_descriptors(process.index, token, (descriptor,))
+            self.broadcast(self.size, int(Command.GROUP), token)
+            self._group = Group(descriptor, 0, self.size)
+        return self._group
+
+    def spoil(self) -> None:
+        """Have the replicas replaced before they are used again: they are in the middle of something."""
+        for process in self._processes:
+            process.channel.broken = True
+
+    def _broken(self) -> bool:
+        return any(process.channel.broken for process in self._processes)
+
     def _recover(self) -> None:
-        """After an interruption: pass over replies that nobody waited for, or start afresh where that cannot be."""
-        if not self._ready or any(process.channel.broken for process in self._processes):
+        """After an interruption: pass over answers that nobody waited for, or stop all where that cannot be.
+
+        A replica that is still busy with what was interrupted is asked to give it up. It then repeats a token, and
+        all that comes before this is of no interest.
+        """
+        if not self._ready or self._broken():
             self.stop()
             return
-        for process in self._processes:
-            process.channel.skip()
-            while self._pending.get(process.index, 0):
-                self._read(process)
-                process.channel.skip()
+        token = self.reserve(1)
+        self._give_up_at = time.monotonic() + RECOVER_SECONDS
+        behind = [process for process in self._processes if self._pending.get(process.index)]
+        try:
+            for process in behind:
+                process.interrupt(token)
+                process.channel.send(encode((int(Command.SYNC), token)))
+            for process in behind:
+                while decode(process.channel.receive()) != (Status.DONE, token):
+                    pass
+                self._pending[process.index] = 0
+        except (ChannelClosedError, _TookTooLongError):
+            self.stop()
+        finally:
+            self._give_up_at = None
+
+    def _settle(self) -> None:
+        """Recover when replicas are needed that hold something: if they have to be replaced, that is lost."""
+        self._recover()
+        if not self._processes:
+            message = (
+                "an interrupted step left the replicas in a state in which they had to be stopped, and what they held "
+                "is gone: run the forward again"
+            )
+            raise RuntimeError(message)
 
     def stop(self) -> None:
         """End all processes. A later call starts new ones."""
+        self.exchange = self._group = None
         self._ready = False
         _stop(self._processes, self._owner)
 
+    def disown(self) -> None:
+        """In a forked child: forget the replicas, which go on working for the parent."""
+        self.lock = threading.RLock()  # another thread of the parent may have held it
+        for process in self._processes:
+            process.disown()
+        self._processes.clear()
+
     def pids(self) -> list[int]:
         """Process ids of the replicas 1..n-1 that have been started."""
-        return [process.popen.pid for process in self._processes]
+        return [process.pid for process in self._processes]
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         for process in self._processes:
             code = process.death()
             if code is not None:
                 raise self._died(process, code)
+        if self._give_up_at is not None and time.monotonic() > self._give_up_at:
+            raise _TookTooLongError
 
-    def _died(self, process: _Process, code: int) -> errors.ReplicaDied:
-        words, pid, device = process.words(), process.popen.pid, str(process.device)
+    def _died(self, process: Process, code: int) -> errors.ReplicaDied:
+        words, device = process.words(), str(process.device)
         self.stop()  # the others wait for something that will not come
         message = errors.death_message(
-            process.index, device, pid=pid, returncode=code, phase=self.phase, last_words=words
+            process.index, device, pid=process.pid, returncode=code, phase=self.phase, last_words=words
         )
-        return errors.ReplicaDied(message, process.index, device, self.phase, pid, code)
+        return errors.ReplicaDied(message, process.index, device, self.phase, process.pid, code)
 
-    def _lost(self, process: _Process) -> errors.ReplicaDied:
+    def _lost(self, process: Process) -> errors.ReplicaDied:
         """The channel is closed: the process is dead, or about to be."""
-        try:
-            code = process.popen.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.popen.kill()
-            code = process.popen.wait()
-        return self._died(process, code)
+        return self._died(process, process.await_death(STOP_SECONDS))
 
     # ------------------------------------------------------------------ talk
 
     def send(self, replica: int, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
         """Send a command that does not answer to one replica."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
+        if process.channel.broken:
+            self._settle()
         try:
             process.channel.send(header, tensors)
         except ChannelClosedError:
@@ -226,16 +263,28 @@ class Team:
 
     def ask(self, replica: int, header: bytes, tensors: Sequence[Tensor] = ()) -> None:
         """Send a command that answers; :meth:`answer` must follow for the same replica."""
-        self._pending[replica] = self._pending.get(replica, 0) + 1
+        if self._pending.get(replica):
+            self._settle()
+        self._pending[replica] = 1
         self.send(replica, header, tensors)
 
-    def send_descriptor(self, replica: int, descriptor: int) -> None:
-        """Hand a replica a file descriptor, before the command that makes use of it."""
-        process = self._processes[replica - 1]
+    def send_descriptors(self, replica: int, token: int, descriptors: Sequence[int]) -> None:
+        """Hand a replica file descriptors, before the command that makes use of them by ``token``."""
+        process = self._process(replica)
         try:
-            process.channel.send_descriptor(descriptor)
+            process.channel.send_descriptors(token, descriptors)
         except ChannelClosedError:
             raise self._lost(process) from None
+
+    def _process(self, replica: int) -> Process:
+        if not self._processes:
+            self.check_owner()
+            message = (
+                "the replicas have been stopped or have died, and what they held is gone: run the forward again "
+                "(the next call of the model starts new ones)"
+            )
+            raise RuntimeError(message)
+        return self._processes[replica - 1]
 
     def broadcast(self, replicas: int, *command: Any) -> None:
         """Send one command that does not answer to replicas 1..``replicas``-1."""
@@ -249,18 +298,27 @@ class Team:
         Raises:
             ReplicaDied: A replica has ended; all are stopped then.
         """
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
-            status, *values = self._read(process)
+            header = process.channel.receive()
         except ChannelClosedError:
             raise self._lost(process) from None
+        self._pending[replica] = 0
+        status, *values = decode(header)
         if status == Status.FAILED:
-            return errors.restore(values[0], replica=replica, device=str(process.device), phase=self.phase)
+            failure, operation, number = values
+            return errors.restore(
+                failure,
+                replica=replica,
+                device=str(process.device),
+                phase=operation or self.phase,
+                called_at=self._place_of(number),
+            )
         return tuple(values)
 
     def receive_into(self, replica: int, tensor: Tensor) -> None:
         """Fill ``tensor`` (contiguous) with the next tensor of a replica's answer."""
-        process = self._processes[replica - 1]
+        process = self._process(replica)
         try:
             process.channel.receive_into(tensor)
         except ChannelClosedError:
@@ -268,50 +326,75 @@ class Team:
 
     def channel(self, replica: int) -> Channel:
         """The line to a replica."""
-        return self._processes[replica - 1].channel
+        return self._process(replica).channel
 
     def collect(self, replicas: Sequence[int]) -> list[tuple[Any, ...]]:
         """Answers of several replicas, which bring no tensors. Every one is awaited before the first failure is raised."""
         answers = [self.answer(replica) for replica in replicas]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
+        if failure is None:
+            return [answer for answer in answers if not isinstance(answer, BaseException)]
+        try:
+            raise failure
+        finally:
+            del answers, failure  # see [Note: raised later]
 
-    def _read(self, process: _Process) -> tuple[Any, ...]:
-        # From here on the answer is no longer outstanding: an interruption in the middle leaves bytes that skip() takes.
-        header = process.channel.receive()
-        self._pending[process.index] -= 1
-        return decode(header)
+    def note_place(self, number: int, place: Place) -> None:
+        """Remember for a while where the user's program asked for what is sent under ``number``."""
+        self._places[number % _PLACES] = (number, place)
+
+    def _place_of(self, number: int) -> Place | None:
+        noted = self._places[number % _PLACES]
+        return noted[1] if noted is not None and noted[0] == number else None
 
     # ------------------------------------------------------------------ what the driver no longer needs
 
     def release(self, generation: int, *, value: int = 0, call: int = 0, model: int = 0) -> None:
         """Note that a value, a call's graph or a model is no longer needed; the replicas hear of it with the next command.
 
-        Called by finalizers, from any thread, at any time: it only appends to a list.
+        Called by finalizers, from any thread, at any time: it only appends to a queue.
         """
         if generation != self.generation:
             return
         if value:
-            self._released.append(value)
+            self._unneeded.append((Command.FREE, value, 1))
         if call:
-            self._dropped.append(call)
+            self._unneeded.append((Command.DROP, call, 1))
         if model:
-            self._forgotten.append(model)
+            self._unneeded.append((Command.FORGET, model, 1))
+
+    @contextlib.contextmanager
+    def nothing_half_done(self, call: int, base: int, count: int) -> Generator[None]:
+        """Around a call: if it fails, have the replicas forget its graph, and its ``count`` values from ``base`` on.
+
+        Unlike :meth:`release`, this is for values of which the driver does not know whether they exist.
+        """
+        generation = self.generation
+        try:
+            yield
+        except BaseException:  # Ctrl-C, too
+            if generation == self.generation:
+                self._unneeded.append((Command.DROP, call, 1))
+                self._unneeded.append((Command.ABANDON, base, count))
+            raise
 
     def tell_released(self) -> None:
-        """Send what :meth:`release` noted."""
-        if self._dropped:
-            dropped, self._dropped = self._dropped, []
-            self.broadcast(self.size, int(Command.DROP), tuple(dropped))
-        if self._released:
-            released, self._released = self._released, []
-            self.broadcast(self.size, int(Command.FREE), tuple(released))
-        if self._forgotten:
-            forgotten, self._forgotten = self._forgotten, []
-            for model in forgotten:
-                self.broadcast(self.size, int(Command.FORGET), model)
+        """Send what :meth:`release` and :meth:`nothing_half_done` noted."""
+        count = len(self._unneeded)
+        if not count:
+            return
+        # Looked at by index, and removed when sent: finalizers append at any time, Ctrl-C comes at any time, and to
+        # forget something twice does no harm.
+        noted = [self._unneeded[position] for position in range(count)]
+        for command in (Command.DROP, Command.FREE, Command.FORGET):
+            numbers = tuple([number for kind, number, _ in noted if kind is command])
+            if numbers:
+                self.broadcast(self.size, int(command), numbers)
+        for kind, base, size in noted:
+            if kind is Command.ABANDON:
+                self.broadcast(self.size, int(kind), base, size)
+        for _ in range(count):
+            self._unneeded.popleft()
 
 
 _teams: weakref.WeakValueDictionary[tuple[torch.device, ...], Team] = weakref.WeakValueDictionary()
@@ -329,18 +412,34 @@ def team_for(devices: Sequence[torch.device]) -> Team:
         return team
 
 
-def _stop(processes: list[_Process], owner: int) -> None:
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object lives: what an object holds must not keep it alive in turn."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _stop(processes: list[Process], owner: int) -> None:
     """End ``processes`` and forget them; in a forked child of their owner only forget them."""
     ending = processes[:]
     processes.clear()
     if os.getpid() != owner:
         return
     for process in ending:
-        with contextlib.suppress(OSError):
-            process.channel.socket.shutdown(socket.SHUT_RDWR)  # which they take as the order to end
+        process.order_end()
     deadline = time.monotonic() + STOP_SECONDS
-    for process in ending:
-        process.stop(deadline)
+    try:
+        for process in ending:
+            process.end(deadline)
+    except BaseException:  # Ctrl-C: no patience, but nothing stays behind
+        for process in ending:
+            process.end(deadline=0)
+        raise
 
 
 @atexit.register
@@ -358,6 +457,10 @@ def shutdown() -> None:
 
 def _after_fork() -> None:
     """In a forked child (a DataLoader's worker): the replicas belong to the parent; forget them without a word."""
+    global _teams_lock  # noqa: PLW0603 - another thread of the parent may have held it
+    _teams_lock = threading.Lock()
+    for team in list(_teams.values()):
+        team.disown()
     _teams.clear()
 
 

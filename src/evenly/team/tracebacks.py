@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Link", "Place", "chain_of", "render_chain"]
+import torch
+
+__all__ = ["Link", "Place", "chain_of", "render_chain", "users_line"]
 
 
 @dataclass
@@ -39,9 +42,19 @@ class Link:
     leads_to: str = ""
 
 
+def users_line() -> Place:
+    """The line of the user's program that is being carried out, below this library's and torch's own."""
+    frame = innermost = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_MACHINERY, _TORCH)):
+        frame = frame.f_back
+    frame = frame or innermost
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
 _CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _MACHINERY = str(Path(__file__).parents[1] / "_")[:-1]  # ends in a separator
+_TORCH = str(Path(torch.__file__).parent / "_")[:-1]
 
 
 def chain_of(exc: BaseException) -> list[Link]:

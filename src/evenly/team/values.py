@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from evenly.team.protocol import Command, encode, receive_tensor, wire_form
 from evenly.team.template import Template
+from evenly.team.tracebacks import users_line
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
@@ -34,6 +36,7 @@ class Handle:
             RuntimeError: They were stopped, or one of them died.
         """
         if self.generation != self.team.generation or not self.team.pids():
+            self.team.check_owner()
             message = (
                 "rows of this tensor were held by replicas that have been stopped or have died; "
                 "compute it again, or call .full_tensor() earlier on what must outlive them"
@@ -47,8 +50,9 @@ def define(team: Team, key: Hashable, template: Template) -> int:
     known = team.definitions
     number = known.get(key)
     if number is None:
-        number = known[key] = len(known)
+        number = len(known)
         team.broadcast(team.size, int(Command.DEFINE), number, template.dumps())
+        known[key] = number  # not before all have been told
     return number
 
 
@@ -56,12 +60,20 @@ def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], out
     """Have replicas 1..``replicas``-1 run a defined operation; does not wait for it."""
     team.tell_released()
     numbers = tuple([handle.check() for handle in inputs])
-    if outputs == 0:
-        team.broadcast(replicas, int(Command.RUN), operation, numbers, -1)
-        return []
-    first = team.reserve(outputs)
-    team.broadcast(replicas, int(Command.RUN), operation, numbers, first)
+    first = team.reserve(max(outputs, 1))
+    team.note_place(first, users_line())
+    team.broadcast(replicas, int(Command.RUN), operation, numbers, first if outputs else -first)
     return [Handle(team, first + offset) for offset in range(outputs)]
+
+
+@contextlib.contextmanager
+def only_one_report(team: Team, replicas: int) -> Generator[None]:
+    """Around the driver's part of what :func:`run` sent: if that raises, the replicas need not report theirs."""
+    try:
+        yield
+    except Exception:
+        team.broadcast(replicas, int(Command.PARDON))
+        raise
 
 
 def put(team: Team, tensors: Sequence[Tensor]) -> Handle:
@@ -96,6 +108,7 @@ def fetch(
         team.ask(replica, request)
     found: list[list[Tensor]] = []
     failure: BaseException | None = None
+    answer: object = None
     for replica in range(1, replicas):
         answer = team.answer(replica)
         if isinstance(answer, BaseException):
@@ -105,18 +118,23 @@ def fetch(
         found.append(
             [_take(team, replica, spec, into[replica - 1][i] if into else None) for i, spec in enumerate(specs)]
         )
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure, answer  # see [Note: raised later]
     return found
 
 
 def fetch_from(team: Team, replica: int, handle: Handle) -> Tensor:
     """Bring one replica's value here."""
-    team.ask(replica, encode((int(Command.FETCH), (handle.check(),))))
-    answer = team.answer(replica)
-    if isinstance(answer, BaseException):
-        raise answer
-    ((spec,),) = answer
+    return peek(team, replica, handle.check())
+
+
+def peek(team: Team, replica: int, number: int) -> Tensor:
+    """Bring one replica's value here by its number, which somebody else will give a handle."""
+    team.ask(replica, encode((int(Command.FETCH), (number,))))
+    (((spec,),),) = team.collect([replica])
     return receive_tensor(team.channel(replica), spec)
 
 
@@ -134,7 +152,7 @@ def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None
 
 
 def ask_report(team: Team) -> list[tuple[Any, ...]]:
-    """Rows, seconds and memory of the replicas 1..n-1."""
+    """Of each of the replicas 1..n-1: rows, seconds, memory; how many values, graphs and models it holds."""
     request = encode((int(Command.REPORT),))
     for replica in range(1, team.size):
         team.ask(replica, request)

@@ -6,12 +6,17 @@ are in two counters. What is larger than the ring streams through it. Nothing is
 
 [Note: waiting] Waking a sleeping process costs hundreds of microseconds, watching a counter costs one. So whoever
 waits first watches the counter for a few milliseconds, then says in a third word that it sleeps and blocks on the
-socket. The other side sends one byte only to a sleeper. The socket also tells at once when the other side dies,
+socket. The other side sends one message only to a sleeper. The socket also tells at once when the other side dies,
 and carries file descriptors.
+
+[Note: interruptions] Ctrl-C may raise between any two lines here. How far this end has *read* is told by the ring's
+counters alone, and the end of the present frame is noted before any of it is consumed: so an interrupted read can be
+passed over. A frame that was not written whole cannot be mended; the channel then says that it is :attr:`broken`.
 """
 
 from __future__ import annotations
 
+import array
 import ctypes
 import mmap
 import os
@@ -33,20 +38,24 @@ HEADER_BYTES = 4096
 CHANNEL_BYTES = 2 * (HEADER_BYTES + RING_BYTES)
 
 # Words of a ring's header, each on a cache line of its own so that the two sides do not fight over one.
-_WRITTEN, _READ, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24
+_WRITTEN, _READ, _READER_SLEEPS, _WRITER_SLEEPS, _INTERRUPT = 0, 8, 16, 24, 32
 
 _PREFIX = struct.Struct("<IQ")
 """Before every frame: bytes of the header, bytes of the tensors behind it."""
+_TOKEN = struct.Struct("<Q")
+"""A message that brings file descriptors: what the frame that they are for calls them."""
+_WAKE_UP = b"!"
+_RIGHTS_BYTES = socket.CMSG_SPACE(16 * array.array("i").itemsize)
+# A closed socket is an error to be raised, also in programs that let SIGPIPE end them.
+_SEND_FLAGS = socket.MSG_NOSIGNAL
 
 SPIN_SECONDS = 0.003
 """How long to watch the counter before blocking. A step's pauses (an optimizer, a small batch) are shorter."""
 _SPINS_PER_CLOCK = 50
+_PIECE_BYTES = RING_BYTES // 4
+"""Large tensors move in pieces, so that the reader copies out what is there while the rest is being copied in."""
 _NAP_SECONDS = 0.5
 """Upper bound of one blocking wait: a missed wake-up, should a CPU reorder the two flags, costs this much."""
-
-# Taking a lock is the portable way to a full memory barrier in Python: between "I published" and "do you sleep?"
-# the store must have left the CPU before the load.
-_fence = threading.Lock()
 
 
 class ChannelClosedError(ConnectionError):
@@ -56,6 +65,14 @@ class ChannelClosedError(ConnectionError):
 def spin_seconds(processes: int) -> float:
     """How long one of ``processes`` waiting processes may spin: not at all when they outnumber the cores."""
     return SPIN_SECONDS if processes <= len(os.sched_getaffinity(0)) else SPIN_SECONDS / 60
+
+
+def _fence() -> None:
+    """A full memory barrier: between "I published" and "do you sleep?" the store must leave the CPU before the load.
+
+    Taking a lock is the portable way to one in Python. A new lock, because Ctrl-C could leave a common one locked.
+    """
+    threading.Lock().acquire(blocking=False)
 
 
 class _Ring:
@@ -75,29 +92,31 @@ class Channel:
     """One end of the line between the driver and a replica. Not thread-safe: the team's lock guards it.
 
     Args:
-        sock: This end's socket; it is made non-blocking.
+        sock: This end's socket, of a pair that keeps messages apart (``SOCK_SEQPACKET``); it is made non-blocking.
         memory: Descriptor of ``CHANNEL_BYTES`` of shared memory; both ends map the same.
         driver: Whether this is the driver's end.
         spin: Seconds to watch a counter before blocking.
+
+    Attributes:
+        broken: A frame was cut off while it was written: what follows would make no sense to the other side.
+        watch: Called now and then while waiting: raises when the wait has become pointless.
     """
 
     def __init__(self, sock: socket.socket, memory: int, *, driver: bool, spin: float = SPIN_SECONDS) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.spin = spin
-        self.descriptors: deque[int] = deque()
-        """File descriptors that arrived over the socket and nobody has claimed yet."""
         self.broken = False
-        """A frame was cut off in the middle of being written: the stream makes no sense to the other side any more."""
+        self.watch: Callable[[], None] | None = None
         self._map = mmap.mmap(memory, CHANNEL_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         rings = [_Ring(self._map, address, offset) for offset in (0, HEADER_BYTES + RING_BYTES)]
         self._out, self._in = rings if driver else rings[::-1]
-        self._unread = 0  # bytes of the present frame that nobody has read yet
+        self._from_driver = rings[0]
+        self._frame_end = 0  # of the present incoming frame, in bytes since the beginning
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self.watch: Callable[[], None] | None = None
-        """Called now and then while waiting: raises when the wait has become pointless."""
+        self._descriptors: deque[tuple[int, list[int]]] = deque()  # what arrived and nobody has claimed yet
 
     # ---------------------------------------------------------------- writing
 
@@ -108,6 +127,8 @@ class Channel:
             size += tensor.numel() * tensor.element_size()
         self.broken = True  # until the frame is whole
         self._write_bytes(_PREFIX.pack(len(header), size) + header)
+        if size > _PIECE_BYTES:
+            self._wake(self._out, _READER_SLEEPS)
         for tensor in tensors:
             count = tensor.numel() * tensor.element_size()
             if count:
@@ -128,8 +149,7 @@ class Channel:
         ring, done = self._out, 0
         while done < size:
             room, start = self._room(ring)
-            # A piece at a time, so that the reader copies out what is there while the rest is being copied in.
-            count = min(room, size - done, RING_BYTES // 4)
+            count = min(room, size - done, _PIECE_BYTES)
             ctypes.memmove(ring.address + start, pointer + done, count)
             ring.words[_WRITTEN] += count
             done += count
@@ -147,40 +167,59 @@ class Channel:
     # ---------------------------------------------------------------- reading
 
     def receive(self) -> bytes:
-        """Wait for the next frame and return its header; its tensors must be taken with :meth:`receive_into`."""
-        size, self._unread = _PREFIX.unpack(self._read_bytes(_PREFIX.size))
-        self._unread += size
-        header = self._read_bytes(size)
-        self._unread -= size
-        return header
+        """Wait for the next frame and return its header; its tensors are taken with :meth:`receive_into`.
+
+        What nobody took of the frame before is passed over.
+        """
+        self.skip()
+        ring = self._in
+        words = ring.words
+        start = words[_READ]
+        while (written := words[_WRITTEN]) - start < _PREFIX.size:
+            self._wait(words, _WRITTEN, written, _READER_SLEEPS)
+        header_size, size = _PREFIX.unpack(self._peek(start, _PREFIX.size))
+        self._frame_end = start + _PREFIX.size + header_size + size
+        self._consume(ring, _PREFIX.size)
+        return self._read_bytes(header_size)
 
     def receive_into(self, tensor: Tensor) -> None:
         """Fill a contiguous CPU ``tensor`` with the next bytes of the frame."""
         ring, done = self._in, 0
         size, pointer = tensor.numel() * tensor.element_size(), tensor.data_ptr()
+        if size > self._left():
+            message = f"a tensor of {size} bytes was expected, but {self._left()} bytes are left of the frame"
+            raise ValueError(message)
         while done < size:
             ready, start = self._ready(ring)
-            count = min(ready, size - done, RING_BYTES // 4)
+            count = min(ready, size - done, _PIECE_BYTES)
             ctypes.memmove(pointer + done, ring.address + start, count)
             self._consume(ring, count)
-            self._unread -= count
             done += count
 
     def skip(self) -> None:
         """Pass over what is left of the present frame."""
-        while self._unread:
+        while left := self._left():
             ready, _ = self._ready(self._in)
-            count = min(ready, self._unread)
-            self._consume(self._in, count)
-            self._unread -= count
+            self._consume(self._in, min(ready, left))
 
-    def ready(self) -> bool:
-        """Whether something of a next frame has arrived."""
-        words = self._in.words
-        return words[_WRITTEN] != words[_READ]
+    def _left(self) -> int:
+        """Bytes of the present frame that nobody has read yet."""
+        return max(0, self._frame_end - self._in.words[_READ])
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no frame has been received yet, not even a part of one."""
+        return self._frame_end == 0
+
+    def _peek(self, position: int, size: int) -> bytes:
+        start = position % RING_BYTES
+        data = bytes(self._in.data[start : start + size])
+        return data if len(data) == size else data + bytes(self._in.data[: size - len(data)])
 
     def _read_bytes(self, size: int) -> bytes:
         ring = self._in
+        if not size:
+            return b""
         ready, start = self._ready(ring)
         if ready >= size:
             data = bytes(ring.data[start : start + size])
@@ -212,11 +251,10 @@ class Channel:
     # ---------------------------------------------------------------- waiting (see [Note: waiting])
 
     def _wake(self, ring: _Ring, flag: int) -> None:
-        with _fence:
-            pass
+        _fence()
         if ring.words[flag]:
             try:
-                self.socket.send(b"!")
+                self.socket.send(_WAKE_UP, _SEND_FLAGS)
             except BlockingIOError:
                 pass  # the sleeper has unread wake-ups already
             except OSError as error:
@@ -234,72 +272,97 @@ class Channel:
             os.sched_yield()
         while True:
             words[flag] = 1
-            with _fence:
-                pass
+            _fence()
             try:
                 if words[word] != value:
                     return
                 ready = self._poll.poll(_NAP_SECONDS * 1000)
             finally:
                 words[flag] = 0
+            alive = not ready or self.take_descriptors()
             if words[word] != value:
                 return
-            if ready:
-                self._drain(words, word, value)
+            if not alive:
+                message = "the other process closed its end"
+                raise ChannelClosedError(message)
             if self.watch is not None:
                 self.watch()
 
     def also_watch(self, descriptor: int) -> None:
-        """Let ``descriptor`` becoming readable (another replica dying) interrupt a blocking wait, too."""
+        """Let ``descriptor`` being closed by its other end (another replica dying) interrupt a blocking wait, too."""
         self._poll.register(descriptor, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
 
-    def _drain(self, words: memoryview, word: int, value: int) -> None:
-        """Take wake-ups and descriptors off the socket; raise when the other side has closed it."""
-        alive = self.take_descriptors()
-        if not alive and words[word] == value:
-            message = "the other process closed its end"
-            raise ChannelClosedError(message)
+    # ---------------------------------------------------------------- beside the frames
 
-    def take_descriptors(self) -> bool:
-        """Read what the socket holds without waiting. False when the other side is gone."""
+    def interrupt(self, token: int) -> None:
+        """Let the replica know that nobody wants what it is doing; ``token`` grows with every interruption."""
+        self._from_driver.words[_INTERRUPT] = token
+
+    def interruption(self) -> int:
+        """The last token given to :meth:`interrupt` at the driver's end; 0 if there was none."""
+        return self._from_driver.words[_INTERRUPT]
+
+    def send_descriptors(self, token: int, descriptors: Sequence[int]) -> None:
+        """Hand the other side copies of ``descriptors``, before the frame that tells it ``token``."""
+        # socket.send_fds takes no flags before Python 3.12, and socket.recv_fds drops them.
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self.socket, 256, 16)
+                self.socket.sendmsg([_TOKEN.pack(token)], [rights], _SEND_FLAGS)
             except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            self.descriptors.extend(descriptors)
-            if not data:
-                return False
-
-    def send_descriptor(self, descriptor: int) -> None:
-        """Hand the other side a copy of ``descriptor``; it finds it in :attr:`descriptors` in the order sent."""
-        deadline = time.perf_counter() + 10
-        while True:
-            try:
-                socket.send_fds(self.socket, [b"@"], [descriptor])
-            except BlockingIOError:
-                if time.perf_counter() > deadline:
-                    raise
-                select.select([], [self.socket], [], _NAP_SECONDS)
+                poll = select.poll()
+                poll.register(self.socket, select.POLLOUT)
+                poll.poll(_NAP_SECONDS * 1000)
+                if self.watch is not None:
+                    self.watch()
             except OSError as error:
                 raise ChannelClosedError(str(error)) from error
             else:
                 return
 
-    def claim_descriptor(self) -> int:
-        """The next descriptor that the other side has sent; the frame that mentions it comes after it."""
-        if not self.descriptors and not self.take_descriptors() and not self.descriptors:
-            message = "the other process closed its end before its descriptor came"
-            raise ChannelClosedError(message)
-        return self.descriptors.popleft()
+    def claim_descriptors(self, token: int) -> list[int]:
+        """The descriptors that the other side has sent with ``token``; those of tokens before it are closed.
+
+        An interrupted sender may have sent descriptors without the frame that they were for.
+
+        Raises:
+            LookupError: They have not been sent.
+        """
+        self.take_descriptors()
+        while self._descriptors:
+            found, descriptors = self._descriptors.popleft()
+            if found == token:
+                return descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+        message = f"no descriptors came with token {token}"
+        raise LookupError(message)
+
+    def take_descriptors(self) -> bool:
+        """Read what the socket holds without waiting. False when the other side is gone."""
+        while True:
+            try:
+                data, rights, _, _ = self.socket.recvmsg(_TOKEN.size, _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            for _, _, content in rights:
+                self._descriptors.append((_TOKEN.unpack(data)[0], array.array("i", content).tolist()))
+            if not data:
+                return False
 
     def close(self) -> None:
         """Close this end's socket. The mapping goes with the last reference to it."""
         self.socket.close()
-        while self.descriptors:
-            os.close(self.descriptors.popleft())
+        while self._descriptors:
+            for descriptor in self._descriptors.popleft()[1]:
+                os.close(descriptor)
+
+
+def channel_sockets() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a channel's socket."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def channel_memory() -> int:

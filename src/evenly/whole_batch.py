@@ -1,0 +1,282 @@
+"""Inside of ``forward``, where a replica sees only its shard: what has to be computed over the whole batch.
+
+A mean over valid tokens, or over class weights, is not the mean of the shards' means, and batch normalisation
+normalises with the statistics of all rows. So the replicas exchange a few numbers in the middle of forward:
+
+- ``F.cross_entropy`` and ``F.nll_loss`` with ``reduction="mean"`` divide by the weight of all targets of the batch;
+- ``F.batch_norm`` in training uses the whole batch's statistics, if the model was wrapped with ``sync_batchnorm``;
+- :func:`whole_batch` is there for every other denominator.
+
+[Note: scaled means] A 0-dim output that is a mean is joined as the mean of the replicas' values, weighted by rows. For
+a loss normalised over the whole batch to come out right in that, alone or added to ordinary means, replica r returns
+its numerator / whole denominator, times (rows of the batch / its own rows).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from evenly.team.exchange import ExchangeError
+
+if TYPE_CHECKING:
+    from evenly.team.exchange import Exchange
+
+
+class Summer(Protocol):
+    """Adds up a tensor over all replicas."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum; the same call is made in all replicas."""
+        ...
+
+
+class _Current(threading.local):
+    """What the forward that runs in this thread is part of."""
+
+    summer: Summer | None = None
+
+
+_current = _Current()
+
+
+def whole_batch(x: Tensor) -> Tensor:
+    """The sum of ``x`` over all replicas, for use inside ``forward``; ``x`` itself in a bare module.
+
+    Use it as the denominator of a mean that is not over rows::
+
+        loss = (losses * mask).sum() / evenly.whole_batch(mask.sum())
+
+    Args:
+        x: A tensor computed from this replica's rows; of the same shape and dtype in all replicas.
+
+    Returns:
+        A tensor like ``x``. Gradients flow through it.
+
+    Raises:
+        ExchangeError: Another replica did not get to this point.
+    """
+    summer = _current.summer
+    return x if summer is None else _Sum.apply(x, summer)  # pyright: ignore[reportReturnType]
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all replicas; its gradient is the sum of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, summer: Summer) -> Tensor:
+        ctx.summer = summer
+        return summer.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Sum.apply(gradient, ctx.summer), None  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def _summing(summer: Summer | None) -> Generator[None]:
+    """Let :func:`whole_batch` in this thread add up with ``summer``."""
+    before, _current.summer = _current.summer, summer
+    try:
+        yield
+    finally:
+        _current.summer = before
+
+
+Shard: TypeAlias = "tuple[int, float, bool]"
+"""What a replica must know of its place in the batch: how many replicas take part, its share of the rows, and whether
+batch normalisation is synchronised."""
+
+
+@contextmanager
+def in_shard(exchange: Exchange, number: int, shard: Shard) -> Generator[None]:
+    """Run one replica's forward or backward, the ``number``-th, on its shard.
+
+    A backward, too: sums over the batch sum up gradients there, and checkpointing runs parts of the forward again.
+    """
+    taking_part, share, sync_batchnorm = shard
+    exchange.begin(number, taking_part)
+    try:
+        with _summing(exchange), WholeBatch(share, sync_batchnorm=sync_batchnorm):
+            yield
+    finally:
+        exchange.end()
+
+
+def inside_shard() -> bool:
+    """Whether a replica's forward or backward is running in this thread."""
+    return _current.summer is not None
+
+
+def probed(
+    module: nn.Module, calls: Sequence[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
+) -> list[Any]:
+    """Outputs of a probe: for all rows, the first part, the second part, and all rows again.
+
+    In the parts, sums over the whole batch are those that the run over all rows found in the same order, so that the
+    parts return what replicas would.
+    """
+    total = sum(rows)
+    record = _Record()
+    again = _Record()
+    summers = (record, _Replay(record.sums), _Replay(record.sums), again)
+    outputs: list[Any] = []
+    for (args, kwargs), summer, count in zip(calls, summers, (total, *rows, total), strict=True):
+        with _summing(summer), WholeBatch(count / total, sync_batchnorm=sync_batchnorm):
+            outputs.append(module(*args, **kwargs))
+    return outputs
+
+
+class _Record:
+    """The sums of a run over all rows."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self.sums.append(tensor.detach().clone())
+        return tensor.detach().clone()
+
+
+class _Replay:
+    """Gives the sums that another run recorded."""
+
+    def __init__(self, sums: list[Tensor]) -> None:
+        self._sums = sums
+        self._next = 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self._next == len(self._sums) or self._sums[self._next].shape != tensor.shape:
+            message = "what is summed over the whole batch depends on the rows"
+            raise ExchangeError(message)
+        self._next += 1
+        return self._sums[self._next - 1].clone()
+
+
+class WholeBatch(TorchFunctionMode):
+    """Computes over the whole batch what means something else on a shard.
+
+    Args:
+        share: This replica's rows as a fraction of the batch's.
+        sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
+    """
+
+    def __init__(self, share: float, *, sync_batchnorm: bool = False) -> None:
+        super().__init__()
+        self.share = share
+        self.sync_batchnorm = sync_batchnorm
+
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Pass on all calls but those that the class is about."""
+        del types
+        kwargs = kwargs or {}
+        replacement = _REPLACED.get(func)
+        if replacement is None:
+            return func(*args, **kwargs)
+        return replacement(self, *args, **kwargs)
+
+    def mean(self, numerator: Tensor, denominator: Tensor) -> Tensor:
+        """A sum divided by a count, over the whole batch; see [Note: scaled means]."""
+        return numerator / whole_batch(denominator).to(numerator.dtype) / self.share
+
+
+def _cross_entropy(
+    mode: WholeBatch,
+    input: Tensor,  # noqa: A002 - as in F.cross_entropy
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    legacy = size_average is not None or reduce is not None
+    if legacy or reduction != "mean" or target.is_floating_point() or input.dim() < 2:  # noqa: PLR2004
+        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    total = F.cross_entropy(
+        input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    return mode.mean(total, _weight_of(target, weight, ignore_index, total.dtype))
+
+
+def _nll_loss(
+    mode: WholeBatch,
+    input: Tensor,  # noqa: A002 - as in F.nll_loss
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    legacy = size_average is not None or reduce is not None
+    if legacy or reduction != "mean" or input.dim() < 2:  # noqa: PLR2004
+        return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+    total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
+    return mode.mean(total, _weight_of(target, weight, ignore_index, total.dtype))
+
+
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """What the targets of this shard weigh together: their number, without class weights."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(torch.float64)
+    return (weight.detach().to(dtype)[target.where(valid, 0)] * valid).sum().to(torch.float64)
+
+
+def _batch_norm(
+    mode: WholeBatch,
+    input: Tensor,  # noqa: A002 - as in F.batch_norm
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training or not mode.sync_batchnorm or _current.summer is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    # Means first, then squares of what deviates from them: a sum of squares alone would cancel.
+    x = input.double() if input.dtype == torch.float64 else input.float()
+    count = torch.tensor([x.numel() // x.shape[1]], dtype=x.dtype)
+    sums = whole_batch(torch.cat([x.sum(dims), count]))
+    total, mean = sums[-1].detach(), sums[:-1] / sums[-1]
+    centred = x - mean.view(shape)
+    variance = whole_batch(centred.square().sum(dims)) / total
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = variance * (total / (total - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
+    out = centred * scale.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(input.dtype)
+
+
+_REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    F.batch_norm: _batch_norm,
+}
