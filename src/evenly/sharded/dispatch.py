@@ -6,7 +6,7 @@ and settings on tensors of the same shapes, dealt out in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -18,10 +18,11 @@ from evenly.rules.plan import Op, Operand, Output, Plan, aten
 from evenly.sharded import conjugation, operands
 from evenly.sharded.arguments import mapped
 from evenly.sharded.content import Parts, Shards
-from evenly.sharded.gathering import SHAPE_ONLY, run_gathered
+from evenly.sharded.gathering import SHAPE_ONLY, note, run_gathered
 from evenly.sharded.geometry import stand_in, whole_geometry
 from evenly.sharded.numbers import NUMBERS, NUMBERS_IN_PLACE, pending
 from evenly.sharded.tensor import ShardedTensor
+from evenly.sharded.windows import again, run_window
 from evenly.team import values
 from evenly.team.protocol import can_travel
 from evenly.team.template import SizeOf, Slot, Template
@@ -97,6 +98,10 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _run(function, step, tensors, team, args, kwargs)
     if team is not None and function.has_kernel_for_dispatch_key(_COMPOSITE):
         return function.decompose(*args, **kwargs)  # in inference mode they are not taken apart before they come here
+    if function.is_view and not cast("ShardedTensor", args[0]).is_plain:
+        result, size = run_window(function, args, kwargs)
+        note(function.name(), size)
+        return result
     return run_gathered(function, args, kwargs)
 
 
@@ -244,7 +249,7 @@ def _run(
             output.parts.over = outputs[kind.over].parts
     if plan.view:
         for position, output in enumerate(outputs):
-            output.become_view(args[0], _again(args, kwargs, function, position), copied=plan.copies)
+            output.become_view(args[0], again(function, args[1:], kwargs, position), copied=plan.copies)
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
 
 
@@ -264,12 +269,3 @@ def _geometry(kind: Output, result: Any) -> Geometry:
         return (*whole_geometry(result, kind.dim, kind.rows), 0)
     return ((), (), 0) if kind is None else (result.shape, result.stride(), 0)
 
-
-def _again(args: tuple[Any, ...], kwargs: dict[str, Any], function: Op, position: int) -> Callable[[Tensor], Tensor]:
-    """How to make a view again, from the tensor that it is a view of."""
-
-    def again(base: Tensor) -> Tensor:
-        found = function(base, *args[1:], **kwargs)
-        return found if isinstance(found, Tensor) else found[position]
-
-    return again
