@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chargpt test lint format clean
+.PHONY: help setup demo chargpt bench test lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ demo: $(INSTALLED) ## Train a conv net on handwritten digits, on two CPU replica
 
 chargpt: $(INSTALLED) ## Train a small GPT on the standard library's sources, on two CPU replicas
 	$(RUN) examples/chargpt.py
+
+bench: $(INSTALLED) ## Measure evenly beside its alternatives (under ten minutes on two idle cores)
+	$(RUN) benchmarks/run.py
 
 test: lint ## Everything that must hold before a change is merged: lint, then all tests
 	$(RUN) -m pytest
@@ -39,5 +42,5 @@ clean: ## Remove the environment and everything that tools and examples left
 # The stamp is touched last, so an installation that was interrupted is taken up again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples]'
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable '.[dev,examples,bench]'
 	@touch $@

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from processes import Contender, started
 from turns import Pace, Spread, one_round, prepare
 
 REDUCED_MEGABYTES = 100
 _COPIES = 5
+_PROFILED_STEPS = 10
 _SAMPLE_SECONDS = 0.004
 
 
@@ -114,11 +116,13 @@ class Reduction:
         excess: Forward and backward over replicas, beyond those of processes that do not talk.
         copy: Copying the same number of bytes.
         ratio: Of the two, round by round.
+        phases: Of a step over replicas, from `phases.profile`.
     """
 
     excess: Spread
     copy: Spread
     ratio: Spread
+    phases: list[dict[str, Any]]
 
 
 def reduction(contenders: Mapping[str, Contender], replicas: int, pace: Pace) -> Reduction:
@@ -132,4 +136,5 @@ def reduction(contenders: Mapping[str, Contender], replicas: int, pace: Pace) ->
         milliseconds = one_round(timed, counts)
         excess.append(milliseconds["evenly"] - milliseconds["limit"])
     ratios = [own / copy for own, copy in zip(excess, copies, strict=True)]
-    return Reduction(Spread.of(excess), Spread.of(copies), Spread.of(ratios))
+    phases = contenders["evenly"].do("profile", count=_PROFILED_STEPS)[0]
+    return Reduction(Spread.of(excess), Spread.of(copies), Spread.of(ratios), phases)

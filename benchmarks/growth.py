@@ -12,18 +12,17 @@ Points = dict[int, Turns]
 
 
 def with_replicas(workloads: Sequence[str], counts: Sequence[int], pace: Pace) -> dict[str, Points]:
-    """Limit and evenly with some numbers of replicas, on the same batches; bare with one thread beside."""
+    """Limit and evenly by number of replicas, on the same batches; bare beside on *tiny*, for the fixed cost."""
     found: dict[str, Points] = {workload: {} for workload in workloads}
     with started(["limit", "evenly", "bare1"], max(counts)) as contenders:
         for count in counts:
             for workload in workloads:
-                found[workload][count] = take_turns(contenders, workload, count, pace)
+                chosen = {name: c for name, c in contenders.items() if name != "bare1" or workload == "tiny"}
+                found[workload][count] = take_turns(chosen, workload, count, pace)
     return found
 
 
-def with_parameters(
-    contenders: Mapping[str, Contender], millions: Sequence[int], replicas: int, pace: Pace
-) -> Points:
+def with_parameters(contenders: Mapping[str, Contender], millions: Sequence[int], replicas: int, pace: Pace) -> Points:
     """Four square layers, of more and more parameters."""
     chosen = {name: contenders[name] for name in ("limit", "evenly", "ddp")}
     return {count: take_turns(chosen, f"parameters-{count}", replicas, pace) for count in millions}
@@ -36,6 +35,6 @@ def with_tensors(contenders: Mapping[str, Contender], counts: Sequence[int], rep
 
 
 def slope(points: Points, name: str, reference: str, least: int = 0) -> float:
-    """Milliseconds that each further replica or tensor costs one contender beyond another: a line through the medians."""
+    """Milliseconds that each further replica or tensor costs beyond the reference: a line through the medians."""
     counts = [count for count in points if count >= least]
     return statistics.linear_regression(counts, [points[n].excess(name, reference).median for n in counts]).slope

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile as torch_profile
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
 _LOOP = ("step", "zero_grad", "forward", "loss", "backward", "optimizer")
 
 
-def profile(
-    step: Callable[[Tensor, Tensor], None], batches: Sequence[tuple[Tensor, Tensor]]
-) -> list[dict[str, Any]]:
+def profile(step: Callable[[Tensor, Tensor], None], batches: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, Any]]:
     """Run `step` on each batch.
 
     Returns:

@@ -6,17 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-mpl.use("agg")
-
-from matplotlib import pyplot as plt  # noqa: E402 - the backend first: no screen is needed
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator  # noqa: E402
-
-from growth import Points  # noqa: E402
-from processes import KINDS  # noqa: E402
-from results import LEAST_OF_LIMIT, Results  # noqa: E402
-from turns import Spread, Turns  # noqa: E402
+from growth import Points
+from processes import KINDS
+from results import LEAST_OF_LIMIT, Results
+from turns import Spread, Turns
 
 _COLOURS = {
     "limit": "#3a3f47",
@@ -33,6 +30,9 @@ _LABELS = {
     "bare1": "one process, one thread",
     "bare": "one process, all threads",
 }
+_TARGET = "target for evenly"
+_HIGHEST = 2.0
+"""Bars beyond are cut off."""
 _LINES = ("#d1495b", "#edae49", "#2e6f95", "#66a182")
 _STYLE = {
     "font.family": "DejaVu Sans",
@@ -58,20 +58,21 @@ def draw(results: Results, path: Path) -> None:
     """Write the picture."""
     panels = [panel for panel, there in _panels(results) if there]
     with mpl.rc_context(_STYLE):
-        figure = plt.figure(figsize=(12, 4.6 + (3.8 if panels else 0)), layout="constrained")
-        grid = figure.add_gridspec(2 if panels else 1, max(1, len(panels)), height_ratios=[1.2, 1][: 2 if panels else 1])
+        figure = Figure(figsize=(12, 4.6 + (3.8 if panels else 0)), layout="constrained")
+        grid = figure.add_gridspec(
+            2 if panels else 1, max(1, len(panels)), height_ratios=[1.2, 1][: 2 if panels else 1]
+        )
         _bars(figure.add_subplot(grid[0, :]), results)
         for column, panel in enumerate(panels):
             panel(figure.add_subplot(grid[1, column]))
         figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
         figure.savefig(path, dpi=150)
-        plt.close(figure)
 
 
 def _panels(results: Results) -> list[tuple[Callable[[Axes], None], object]]:
     return [
         (lambda axes: _by_replicas(axes, results), results.by_replicas),
-        (lambda axes: _by_parameters(axes, results.by_parameters), results.by_parameters),
+        (lambda axes: _by_parameters(axes, results), results.by_parameters),
         (lambda axes: _by_tensors(axes, results.by_tensors), results.by_tensors),
     ]
 
@@ -80,30 +81,45 @@ def _bars(axes: Axes, results: Results) -> None:
     """Throughput of every contender as a fraction of the limit's, per workload."""
     turns = {workload: found for workload, found in results.turns.items() if "limit" in found.milliseconds}
     names = [name for name in KINDS if name in _LABELS and all(name in found.milliseconds for found in turns.values())]
-    width = 0.84 / max(1, len(names))
+    width = min(0.84 / max(1, len(names)), 0.25)
     for index, name in enumerate(names):
         spreads = [found.throughput(name, "limit") for found in turns.values()]
         places = [workload + (index - (len(names) - 1) / 2) * width for workload in range(len(turns))]
         heights = [spread.median for spread in spreads]
-        bars = axes.bar(places, heights, width * 0.92, color=_COLOURS[name], label=_LABELS[name])
+        axes.bar(places, heights, width * 0.92, color=_COLOURS[name], label=_LABELS[name])
         axes.errorbar(places, heights, _error(spreads), fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
         if name == "evenly":
-            labels = [f"{height:.2f}" for height in heights]
-            axes.bar_label(bars, labels, padding=5, fontsize=9, fontweight="bold", color=_COLOURS[name])
+            _values(axes, places, heights)
             _targets(axes, list(turns), places, width)
     axes.axhline(1, color=_COLOURS["limit"], linewidth=1.2)
     axes.set_xticks(range(len(turns)), list(turns))
     axes.tick_params(axis="x", length=0, labelsize=11)
-    axes.set_ylim(bottom=0, top=max(1.2, axes.get_ylim()[1]))
+    axes.set_xlim(-0.55, len(turns) - 0.45)
+    axes.set_ylim(0, min(_HIGHEST, max(1.2, axes.get_ylim()[1])))
     axes.set_title(
         f"Throughput with {results.replicas} replicas; 1 = {results.replicas} processes that do not communicate",
         fontweight="bold",
     )
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(names) + 1, handlelength=1.1)
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda index: labels[index] == _TARGET)
+    axes.legend(
+        [handles[i] for i in order], [labels[i] for i in order],
+        loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=len(order), handlelength=1.3,
+    )  # fmt: skip
+
+
+def _values(axes: Axes, places: list[float], heights: list[float]) -> None:
+    """Numbers at the foot of the bars, where no spread or target is; above those that are too short for it."""
+    for place, height in zip(places, heights, strict=True):
+        inside = height > 0.2
+        axes.text(
+            place, 0.03 if inside else height + 0.05, f"{height:.2f}", ha="center", va="bottom", fontsize=9,
+            fontweight="bold", color="white" if inside else _COLOURS["evenly"],
+        )  # fmt: skip
 
 
 def _targets(axes: Axes, workloads: list[str], places: list[float], width: float) -> None:
-    label = "target for evenly"
+    label = _TARGET
     for workload, place in zip(workloads, places, strict=True):
         if workload in LEAST_OF_LIMIT:
             ends = (place - width / 2, place + width / 2)
@@ -120,18 +136,19 @@ def _by_replicas(axes: Axes, results: Results) -> None:
     axes.set_xticks(counts, list(map(str, counts)))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("replicas")
-    axes.set_title("evenly's throughput / limit's")
+    axes.set_title("evenly / limit, by number of replicas")
     axes.legend()
 
 
-def _by_parameters(axes: Axes, points: Points) -> None:
+def _by_parameters(axes: Axes, results: Results) -> None:
+    points = results.by_parameters
     for name in ("evenly", "ddp"):
         _line(axes, points, lambda turns, name=name: turns.throughput(name, "limit"), _COLOURS[name], _LABELS[name])
     axes.axhline(1, color=_COLOURS["limit"], linewidth=1)
     _log_ticks(axes, points)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("million parameters")
-    axes.set_title("Throughput / limit's")
+    axes.set_title("Throughput / limit, by size of the model")
     axes.legend()
 
 
@@ -140,7 +157,7 @@ def _by_tensors(axes: Axes, points: Points) -> None:
         _line(axes, points, lambda turns, name=name: turns.excess(name, "bare1"), _COLOURS[name], _LABELS[name])
     axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
     axes.set_xlabel("parameter tensors")
-    axes.set_title("Milliseconds a step beyond bare's")
+    axes.set_title("Milliseconds beyond bare, by tensors")
     axes.legend()
 
 
@@ -148,7 +165,8 @@ def _line(axes: Axes, points: Points, figure: Callable[[Turns], Spread], colour:
     spreads = [figure(turns) for turns in points.values()]
     medians = [spread.median for spread in spreads]
     axes.errorbar(
-        list(points), medians, _error(spreads), color=colour, label=label, marker="o", markersize=4, capsize=2, linewidth=1.6
+        list(points), medians, _error(spreads), color=colour, label=label,
+        marker="o", markersize=4, capsize=2, linewidth=1.6,
     )  # fmt: skip
 
 

@@ -77,7 +77,14 @@ class Worker:
             MARK: mark,
         }
         self.popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("worker.py")), kind.trainer, str(rank), str(count), rendezvous],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("worker.py")),
+                kind.trainer,
+                str(rank),
+                str(count),
+                rendezvous,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,

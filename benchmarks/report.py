@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,12 +49,12 @@ def markdown(results: Results, seconds: float, load: float) -> str:
 def _head(results: Results, seconds: float, load: float) -> str:
     rounds = sorted({turns.rounds for turns in results.turns.values()})
     said = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else "".join(map(str, rounds)) or "no"
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
+    brief = "medians, with quartiles in brackets; ratios compare turns of the same round"
+    today = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
     return (
         f"# Results\n\n{machine()}; {versions()}; {today}. {results.replicas} replicas, one thread each; {said} rounds "
-        f"of turns A B C A B C … in one run of {seconds / 60:.1f} minutes (load average before: {load:.1f}). Figures are "
-        "medians, with quartiles in brackets; ratios compare turns of the same round. How to read them: "
-        "[README.md](README.md)."
+        f"of turns A B C A B C … in one run of {seconds / 60:.1f} minutes (load average before: {load:.1f}). Figures "
+        f"are {brief}. How to read them: [README.md](README.md)."
     )
 
 
@@ -70,8 +70,7 @@ def _sections(results: Results) -> Iterator[str]:
     if results.by_tensors:
         yield "## Growth with parameter tensors\n\n" + _growth(results.by_tensors, "tensors")
     yield from _costs(results)
-    if results.phases:
-        yield from _phases(results)
+    yield from _phases(results)
 
 
 def _verdict(verdict: Verdict) -> list[str]:
@@ -105,9 +104,9 @@ def _workloads(results: Results) -> Iterator[str]:
     if results.differences:
         checked = sorted({name for found in results.differences.values() for name in found}, key=list(KINDS).index)
         yield (
-            f"## Workloads: are they right?\n\nLargest relative difference of a parameter after {PARITY_STEPS} steps; "
-            f"anything above {MOST_DIFFERENCE:.0e} is an error. Batch normalisation has statistics of its own in every "
-            "replica, with evenly as with DDP, so there DDP is what to agree with.\n\n"
+            f"## Workloads: are they right?\n\nLargest difference of a parameter after {PARITY_STEPS} steps, relative "
+            f"to how far these moved it; anything above {MOST_DIFFERENCE:.0e} is an error. Batch normalisation has "
+            "statistics of its own in every replica, with evenly as with DDP, so there DDP is what to agree with.\n\n"
         ) + _table(
             ["", "compared with", *checked],
             (
@@ -169,11 +168,16 @@ def _costs(results: Results) -> Iterator[str]:
 
 
 def _phases(results: Results) -> Iterator[str]:
+    found = dict(results.phases)
+    if results.reduction is not None:
+        found["gradients of 100 MB, without an update"] = results.reduction.phases
+    if not found:
+        return
     yield (
         "## Where a step's time goes\n\nIn the driver, microseconds a step; *own* is what no phase within it accounts "
         "for. The profiler itself slows down small steps."
     )
-    for workload, phases in results.phases.items():
+    for workload, phases in found.items():
         whole = phases[0]["total"]
         yield f"### {workload}\n\n" + _table(
             ["phase", "µs", "own", "share"],
@@ -192,7 +196,9 @@ def _phases(results: Results) -> Iterator[str]:
 
 def _number(value: float) -> str:
     """Three digits that count."""
-    if value and abs(value) < 0.001:
+    if value == 0:
+        return "0"
+    if abs(value) < 0.002:
         return f"{value:.0e}"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.095 else 3
     return f"{value:,.{digits}f}"

@@ -19,7 +19,8 @@ MOST_COPIES_TO_REDUCE = 2.0
 MOST_OF_BARE_START_UP = 1.3
 LEAST_OF_LIMIT_CROWDED = 0.7
 CROWD = 8
-MOST_DIFFERENCE = 1e-4
+MOST_DIFFERENCE = 1e-3
+"""Relative to how far a parameter moved, which is a hundredth of its size: 1e-5 of that."""
 MEMORY_SLACK = 1.05  # activations, and the rounding of allocators
 
 
@@ -109,7 +110,7 @@ def verdicts(results: Results) -> Iterator[Verdict]:
         )
     for workload, differences in results.differences.items():
         if "evenly" in differences:
-            name = f"difference of parameters, *{workload}*"
+            name = f"difference from {results.references[workload]}, *{workload}*"
             yield Verdict(name, differences["evenly"], MOST_DIFFERENCE)
 
 

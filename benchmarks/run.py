@@ -128,7 +128,7 @@ class Benchmark:
             results.by_replicas = growth.with_replicas(workloads, counts, self.pace.smaller(0.5))
         if "start-up" in parts:
             self.say("start-up")
-            results.start_up = costs.start_up((0, 2, 4), rounds=1 if self.quick else 5)
+            results.start_up = costs.start_up((0, 2, 4), rounds=1 if self.quick else 3)
         if "memory" in parts:
             for name in ("bare1", "limit", "evenly", "ddp"):
                 self.say(f"memory: {name}")

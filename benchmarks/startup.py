@@ -17,7 +17,7 @@ def main() -> None:
     if replicas:
         model = DataParallel(model, device_ids=["cpu"] * replicas)
     loss = nn.functional.cross_entropy(model(torch.randn(64, 64)), torch.randint(10, (64,)))
-    print(float(loss), flush=True)
+    print(loss.item(), flush=True)
 
 
 if __name__ == "__main__":

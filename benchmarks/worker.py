@@ -76,9 +76,11 @@ class Worker:
             torch.save([p.detach().clone() for p in self.trainer.module.parameters()], path)
 
     def compare(self, path: str) -> float:
-        """The largest difference between a parameter tensor here and in a file, relative to the latter's norm."""
-        pairs = zip(self.trainer.module.parameters(), torch.load(path), strict=True)
-        return max(float((p.detach() - other).norm() / other.norm()) for p, other in pairs)
+        """The largest difference of a parameter from that in a file, relative to how far training moved it."""
+        trainer, others = self.trainer, torch.load(path)
+        initial = trainer.workload.module().parameters()
+        found = zip(trainer.module.parameters(), initial, others, strict=True)
+        return max(float((p.detach() - other).norm() / (other - start.detach()).norm()) for p, start, other in found)
 
     def copy(self, megabytes: int, times: int) -> float:
         """Copy memory with all threads of this process; returns seconds for one copy."""

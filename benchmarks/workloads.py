@@ -6,6 +6,7 @@ family: `parameters-10` has 10 million parameters, `tensors-500` has 500 paramet
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ def find(name: str) -> Workload:
         return _FIXED[name]()
     if family in _FAMILIES and size.isdigit():
         return _FAMILIES[family](name, int(size))
-    raise ValueError(f"there is no workload {name!r}: choose from {', '.join((*_FIXED, *(f'{f}-N' for f in _FAMILIES)))}")
+    raise ValueError(
+        f"there is no workload {name!r}: choose from {', '.join((*_FIXED, *(f'{f}-N' for f in _FAMILIES)))}"
+    )
 
 
 # ---------------------------------------------------------------------- data
@@ -91,7 +94,7 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -122,7 +125,9 @@ class Block(nn.Module):
         """Of shape `(B, T, C)`, as is the result."""
         B, T, C = x.shape
         q, k, v = (
-            self.query_key_value(self.attention_norm(x)).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+            self.query_key_value(self.attention_norm(x))
+            .view(B, T, 3, self.heads, C // self.heads)
+            .permute(2, 0, 3, 1, 4)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(B, T, C))
@@ -132,7 +137,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens `(B, T)` in, logits of the next token `(B, T, V)` out."""
 
-    def __init__(self, vocabulary: int, *, width: int = 256, layers: int = 4, heads: int = 4, tied: bool = False) -> None:
+    def __init__(
+        self, vocabulary: int, *, width: int = 256, layers: int = 4, heads: int = 4, tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(64, width)
@@ -186,7 +193,7 @@ _FIXED: dict[str, Callable[[], Workload]] = {
     "wide": lambda: Workload("wide", lambda: _mlp(1024, 4096, 4096, 10), _vectors(64, 1024)),
     "conv": lambda: Workload("conv", _conv, _vectors(64, 3, 32, 32)),
     "gpt": lambda: Workload("gpt", lambda: GPT(512), _tokens(32, 64, 512), _token_loss),
-    "tied lm": lambda: Workload("tied lm", lambda: GPT(8000, tied=True), _tokens(32, 64, 8000), _token_loss),
+    "tied lm": lambda: Workload("tied lm", lambda: GPT(8000, tied=True), _tokens(16, 64, 8000), _token_loss),
 }
 _FAMILIES: dict[str, Callable[[str, int], Workload]] = {
     "parameters": _parameters,

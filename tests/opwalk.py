@@ -106,7 +106,7 @@ def compare(team: Team, op: Any, function: Callable[..., Any], sample: Any, vari
     first = _first(sample, variant.dim)
     if first is None:
         return
-    rows = uneven(first.shape[variant.dim], team.size)
+    rows = lopsided(first.shape[variant.dim], team.size)
     if min(rows) == 0:
         return
     outcome.tried += 1
@@ -133,7 +133,7 @@ def compare(team: Team, op: Any, function: Callable[..., Any], sample: Any, vari
         value, args, kwargs = pytree.tree_map(lambda leaf: deal(leaf, sharded=sharded, seen=seen), arguments)
         with seeded():
             found.append(_run(function, sample, value, args, kwargs, seen, variant))
-    for difference in _differences(*found, outcome):
+    for difference in _differences(*found, outcome, variant):
         outcome.failures.append(f"{_words(sample)}: {difference}")
 
 
@@ -148,6 +148,14 @@ def _copy(leaf: Tensor) -> Tensor:
 
 def _overlaps(leaf: Tensor) -> bool:
     return torch._debug_has_internal_overlap(leaf) != 0
+
+
+def lopsided(total: int, replicas: int) -> tuple[int, ...]:
+    """Rows that differ from replica to replica: one more for the first where a batch would be split evenly."""
+    rows = list(uneven(total, replicas))
+    if len(set(rows)) == 1 and rows[-1] > 1:
+        rows[0], rows[-1] = rows[0] + 1, rows[-1] - 1
+    return tuple(rows)
 
 
 def _words(sample: Any) -> str:
@@ -195,7 +203,7 @@ def _run(
             inputs = [tensor for tensor in seen.values() if tensor.requires_grad]
             outputs = [leaf for leaf in outputs if not any(leaf is tensor for tensor in inputs)]
             if outputs and inputs:
-                seeds = [_gradient_for(leaf) for leaf in outputs]
+                seeds = [_gradient_for(leaf, like=variant.all_aligned) for leaf in outputs]
                 result.gradients = list(torch.autograd.grad(outputs, inputs, seeds, allow_unused=True))
         result.values = [_settled(leaf) for leaf in result.values]
         result.gradients = [_settled(gradient) for gradient in result.gradients]
@@ -205,10 +213,12 @@ def _run(
     return result
 
 
-def _gradient_for(leaf: Tensor) -> Tensor:
+def _gradient_for(leaf: Tensor, *, like: bool) -> Tensor:
+    """Numbers that differ; dealt out as ``leaf`` is, if so wanted."""
     count = max(leaf.numel(), 1)
-    ramp = torch.linspace(0.5, 1.5, count, dtype=torch.float64)[: leaf.numel()].reshape(leaf.shape)
-    return ramp.to(leaf.dtype)
+    ramp = torch.linspace(0.5, 1.5, count, dtype=torch.float64)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
+    shards = leaf.shards if isinstance(leaf, ShardedTensor) else None
+    return shard(shards.team, ramp, shards.dim, shards.rows) if like and shards else ramp
 
 
 def _kind(leaf: Any) -> str:
@@ -232,7 +242,7 @@ class _Strided:
     stride: tuple[int, ...]
 
 
-def _differences(bare: _Result, evenly: _Result, outcome: Outcome) -> Iterator[str]:
+def _differences(bare: _Result, evenly: _Result, outcome: Outcome, variant: Variant) -> Iterator[str]:
     if (bare.error is None) != (evenly.error is None) or (
         bare.error is not None and type(bare.error) is not type(evenly.error)
     ):
@@ -249,7 +259,7 @@ def _differences(bare: _Result, evenly: _Result, outcome: Outcome) -> Iterator[s
             yield f"{len(actual)} {what}s, plain {len(expected)}"
             continue
         for position, (a, b) in enumerate(zip(expected, actual, strict=True)):
-            difference = _difference(a, b, strict=what == "value")
+            difference = _difference(a, b, strict=what == "value" and variant.dim == 0)
             if difference:
                 yield f"{what} {position} {difference}"
 

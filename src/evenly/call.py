@@ -17,7 +17,7 @@ from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph
+from evenly.team.execution import Graph, own_shard
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
 from evenly.whole_batch import Shard, in_shard
@@ -115,6 +115,8 @@ class Call:
             remote = unless_failed(own, found)
         finally:
             del own, found  # see [Note: raised later]
+        for replica in range(1, self.replicas):
+            self.model.buffers.confirm(replica)
         kept = RemoteGraph(team, call)
         with record_function("evenly.forward: join"):
             join = joiner(output, remote, base)
@@ -167,7 +169,6 @@ class Call:
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
-        model.buffers.confirm()
 
     def _run_own(self, call: int, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
         started = time.perf_counter()
@@ -181,8 +182,11 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        threads = threads_per_replica(self.team.size)
-        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self.peers(), call, self._shard(0)):
+        threads, peers = threads_per_replica(self.team.size), self.peers()
+        with (
+            own_shard.run(), shared_cores(threads), torch.set_grad_enabled(graph),
+            in_shard(peers, call, self._shard(0)),
+        ):  # fmt: skip
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -195,7 +199,7 @@ class Call:
         outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
         channel = self.team.channel(replica)
         tensors = [receive_tensor(channel, spec) for spec in specs]
-        changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]
+        changes = [(cast("int", position), receive_tensor(channel, spec)) for position, spec in changed]
         try:
             answer = answers.read(unpack(outline, tensors), metas)
             for position, tensor in changes:

@@ -19,7 +19,7 @@ from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
 from evenly.team.exchange import ExchangeError
-from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate
+from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate, own_shard
 from evenly.team.protocol import Command, encode, receive_tensor, wire_form
 from evenly.team.shipping import unpack
 from evenly.team.values import Handle, fetch_from
@@ -120,7 +120,7 @@ class Reverse:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
                 threads = threads_per_replica(team.size)
-                with shared_cores(threads), in_backward(call.peers(), base, call.replicas):
+                with own_shard.run(), shared_cores(threads), in_backward(call.peers(), base, call.replicas):
                     if again:
                         mine = _Mine(*differentiate(graph, own, call.model.leaves))
                     else:

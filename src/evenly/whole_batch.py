@@ -117,11 +117,6 @@ def in_backward(exchange: Exchange, number: int, taking_part: int) -> Generator[
         exchange.end()
 
 
-def inside_shard() -> bool:
-    """Whether a replica's forward is running in this thread."""
-    return _current.summer is not None
-
-
 def probed(
     module: nn.Module, calls: Sequence[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
 ) -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evenly.rules.plan import Call, Cut, Operand, Parts, Plan, Rows, SizeOf
-from evenly.rules.pointwise import align
+from evenly.rules.plan import Call, Operand, Parts, Plan, Rows, SizeOf
+from evenly.rules.pointwise import align, examples, wanted
 
 
 def _rows_with_whole(call: Call, whole: tuple[str, ...]) -> tuple[Rows, int, dict[Operand, Any]] | None:
@@ -26,7 +26,7 @@ def normalisation(call: Call) -> Plan | None:
     if rows.dim >= ndim - len(call["normalized_shape"]):
         return None
     if "output_mask" in call:
-        return call.plan(*_wanted(call, rows), cuts=cuts)
+        return call.plan(*wanted(call, rows, Parts(), Parts()), cuts=cuts)
     return call.plan(*(rows,) * call.returns, cuts=cuts)
 
 
@@ -40,24 +40,13 @@ def group_norm(call: Call) -> Plan | None:
 
 def group_norm_backward(call: Call) -> Plan | None:
     """Gradient of :func:`group_norm`."""
-    whole = call["weight"]
-    aligned = [operand for operand in call.operands if operand is not whole]
-    rows = next(operand.rows for operand in call.operands if operand.rows is not None)
-    if any(operand.rows is not None and operand.rows != rows for operand in call.operands) or rows.dim != 0:
+    weight, gradient = call["weight"], call["grad_out"]
+    found = examples([operand for operand in call.operands if operand is not weight])
+    if found is None or (weight is not None and weight.rows is not None):
         return None
-    if whole is not None and whole.rows is not None:
-        return None
-    if any(operand.shape[0] != rows.total for operand in aligned):
-        return None
-    cuts = {operand: Cut(operand, 0, rows.rows) for operand in aligned if operand.rows is None}
-    lead = next(operand for operand in aligned if operand.rows is not None)
-    return call.plan(*_wanted(call, rows), cuts=cuts, N=SizeOf(lead, 0))
-
-
-def _wanted(call: Call, rows: Rows) -> list[Rows | Parts | None]:
-    """Gradients of the input, the weight and the bias, as far as somebody wants them."""
-    kinds = (rows, Parts(), Parts())
-    return [kind if wanted else None for kind, wanted in zip(kinds, call["output_mask"], strict=False)]
+    rows, cuts = found
+    own = cuts.get(gradient, gradient)
+    return call.plan(*wanted(call, rows, Parts(), Parts()), cuts=cuts, N=SizeOf(own, 0))
 
 
 def convolution(call: Call) -> Plan | None:
@@ -69,4 +58,20 @@ def convolution(call: Call) -> Plan | None:
 def convolution_backward(call: Call) -> Plan | None:
     """Gradient of :func:`convolution`."""
     found = _rows_with_whole(call, ("weight",))
-    return call.plan(*_wanted(call, found[0]), cuts=found[2]) if found and found[0].dim == 0 else None
+    if found is None or found[0].dim != 0:
+        return None
+    return call.plan(*wanted(call, found[0], Parts(), Parts()), cuts=found[2])
+
+
+def attention(call: Call) -> Plan | None:
+    """Scaled dot product attention: every example of the batch by itself."""
+    found = examples(call.operands)
+    return found and call.plan(*(found[0],) * call.returns, cuts=found[1])
+
+
+def resized_backward(call: Call) -> Plan | None:
+    """Gradient of an interpolation: the number of examples is an argument, and each replica's own."""
+    gradient = call["grad_output"]
+    if gradient.rows is None or gradient.rows.dim != 0:
+        return None
+    return call.plan(gradient.rows, input_size=[SizeOf(gradient, 0), *call["input_size"][1:]])

@@ -125,7 +125,7 @@ class Divided:
 class SizeOf:
     """The size of each replica's own piece of an operand."""
 
-    operand: Operand
+    operand: Operand | Cut
     dim: int
 
 
@@ -135,6 +135,11 @@ class Plan:
 
     In ``args`` and ``kwargs`` a sharded operand stands for each replica's own rows, a plain one for itself, given
     whole to each; :class:`Cut`, :class:`Divided` and :class:`SizeOf` for what they say.
+
+    Attributes:
+        view: The results share memory with the first argument.
+        copies: They should, but are copies: whoever writes to one of them has to gather first.
+        in_place: The first argument is written, and is the result.
     """
 
     function: Op
@@ -142,6 +147,7 @@ class Plan:
     outputs: tuple[Output, ...]
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     view: bool = False
+    copies: bool = False
     in_place: bool = False
 
 

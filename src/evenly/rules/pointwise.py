@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenly.rules.plan import Call, Cut, Operand, Plan, Rows, Rule, SizeOf
+from evenly.rules.plan import Call, Cut, Operand, Output, Plan, Rows, Rule, SizeOf
 
 _STRIDED = torch.strided
 
@@ -55,6 +55,25 @@ def align(operands: Sequence[Operand], *, broadcast: bool) -> Alignment | None:
     return Alignment(lead.at(ndim - back), ndim, cuts)
 
 
+def examples(operands: Sequence[Operand]) -> tuple[Rows, dict[Operand, Cut]] | None:
+    """Deal out operands of any number of dimensions along the first one; None if it does not fit all of them."""
+    rows = next((operand.rows for operand in operands if operand.rows is not None), None)
+    if rows is None or rows.dim != 0:
+        return None
+    if any(operand.ndim == 0 or operand.shape[0] != rows.total for operand in operands):
+        return None
+    if any(operand.rows not in (None, rows) for operand in operands):
+        return None
+    return rows, {operand: Cut(operand, 0, rows.rows) for operand in operands if operand.rows is None}
+
+
+def wanted(call: Call, *outputs: Output) -> list[Output]:
+    """``outputs``, without those gradients that nobody wants."""
+    if "output_mask" not in call:
+        return list(outputs)
+    return [output if asked else None for output, asked in zip(outputs, call["output_mask"], strict=False)]
+
+
 def pointwise(call: Call) -> Plan | None:
     """Element by element, with broadcasting."""
     found = align(call.operands, broadcast=True)
@@ -92,7 +111,7 @@ def kept(
         last = trailing if isinstance(trailing, int) else trailing(call)
         if rows.dim >= ndim - last or (batch_first and rows.dim != 0):
             return None
-        return call.plan(*(rows,) * call.returns, cuts=found.cuts)
+        return call.plan(*wanted(call, *(rows,) * call.returns), cuts=found.cuts)
 
     return rule
 
@@ -101,6 +120,14 @@ def first_only(call: Call) -> Plan | None:
     """Element by element over the first operand; the others are tables that every replica is given whole."""
     first, *others = call.operands
     if first.rows is None or any(operand.rows is not None for operand in others):
+        return None
+    return call.plan(first.rows)
+
+
+def looked_up(call: Call) -> Plan | None:
+    """``searchsorted``: every element by itself in a sequence that every replica is given whole."""
+    sequence, first = call["sorted_sequence"], call["self"]
+    if first.rows is None or sequence.ndim != 1 or any(o.rows is not None for o in call.operands if o is not first):
         return None
     return call.plan(first.rows)
 

@@ -92,9 +92,15 @@ def distances(call: Call) -> Plan | None:
     return call.plan(found.rows, cuts=found.cuts) if found and found.rows.dim < found.ndim - 2 else None
 
 
-def attention(call: Call) -> Plan | None:
-    """Scaled dot product attention: every example of the batch by itself."""
-    found = align([operand for operand in call.operands if operand.ndim], broadcast=False)
-    if found is None or found.rows.dim != 0:
+def distances_backward(call: Call) -> Plan | None:
+    """Gradient of :func:`distances` for the first points: rows, or parts where the rows are the second points'."""
+    gradient, a, b, found = call["grad"], call["x1"], call["x2"], call["cdist"]
+    if a.ndim != b.ndim or gradient.rows != found.rows or gradient.rows is None:
         return None
-    return call.plan(*(found.rows,) * call.returns, cuts=found.cuts)
+    rows = gradient.rows
+    points = a.ndim - 2
+    if rows.dim == points and a.rows == rows and b.rows is None:
+        return call.plan(rows)
+    if rows.dim == points + 1 and b.rows == rows.at(points) and a.rows is None:
+        return call.plan(Parts())
+    return call.plan(rows) if rows.dim < points and a.rows == b.rows == rows else None

@@ -10,7 +10,7 @@ import torch
 
 from evenly.rules import indexing, layers, losses, products, views
 from evenly.rules.plan import Call, Op, Plan, Rule
-from evenly.rules.pointwise import converted, factory, first_only, kept, pointwise
+from evenly.rules.pointwise import converted, factory, first_only, kept, looked_up, pointwise
 from evenly.rules.reductions import reduction
 
 
@@ -26,7 +26,7 @@ _IMAGES_1D, _IMAGES_2D, _IMAGES_3D = kept(trailing=1), kept(trailing=2), kept(tr
 _NAMES: dict[Rule, str] = {
     # Element by element, though not tagged so.
     pointwise: """
-        clone zeros_like ones_like full_like empty_like copy_ fill_ zero_ masked_fill masked_fill_ softplus_backward
+        clone zeros_like ones_like full_like empty_like copy_ floor_divide hardswish rsub fill zero masked_fill softplus_backward
         hardtanh_backward leaky_relu_backward elu_backward hardswish_backward hardsigmoid_backward hardshrink_backward
         softshrink_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward
         rrelu_with_noise_backward native_dropout_backward isin.Scalar_Tensor
@@ -35,10 +35,11 @@ _NAMES: dict[Rule, str] = {
     """,
     converted: "_to_copy",
     factory: "new_zeros new_ones new_full new_empty",
+    looked_up: "searchsorted.Tensor",
     first_only: "bucketize.Tensor isin.Tensor_Tensor",
     # Along other dimensions than that of the rows.
     _ROWS_ALONG_DIM: """
-        _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax
+        _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax
         cummin sort topk gather scatter scatter_add scatter_reduce glu glu_backward
         _fft_r2c _fft_c2c _fft_c2r linalg_cross
     """,
@@ -57,18 +58,18 @@ _NAMES: dict[Rule, str] = {
     _IMAGES_2D: """
         reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward avg_pool2d
         avg_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward _adaptive_avg_pool2d
-        _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
+        _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward col2im
     """,
     _IMAGES_3D: """
         reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward avg_pool3d
         avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward _adaptive_avg_pool3d
-        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward pixel_shuffle pixel_unshuffle
+        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward pixel_shuffle pixel_unshuffle im2col
     """,
     kept(batch_first=True, trailing=1): """
         upsample_nearest1d upsample_linear1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
         upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d
-        channel_shuffle native_channel_shuffle
+        grid_sampler_2d_backward grid_sampler_3d_backward channel_shuffle native_channel_shuffle
     """,
     # Reductions, and how they go on over the rows.
     reduction("sum"): "sum sum.dim_IntList nansum count_nonzero count_nonzero.dim_IntList",
@@ -87,7 +88,7 @@ _NAMES: dict[Rule, str] = {
     """,
     # Views.
     views.reshape: "view _unsafe_view reshape _reshape_alias",
-    views.same_rows: "_conj _neg_view alias",
+    views.conjugate: "_conj _neg_view",
     views.retyped: "view.dtype",
     views.permute: "permute",
     views.transpose: "transpose.int t",
@@ -117,12 +118,19 @@ _NAMES: dict[Rule, str] = {
     products.outer: "addr",
     products.linear: "linear",
     products.distances: "_cdist_forward",
-    products.attention: """
-        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
-    """,
+    products.distances_backward: "_cdist_backward",
     # Layers with weights.
     layers.normalisation: """
         native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward
+    """,
+    layers.attention: """
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    """,
+    layers.resized_backward: """
+        upsample_nearest1d_backward upsample_linear1d_backward upsample_nearest2d_backward
+        upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_nearest3d_backward
+        upsample_trilinear3d_backward _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward
+        _upsample_nearest_exact3d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward
     """,
     layers.group_norm: "native_group_norm",
     layers.group_norm_backward: "native_group_norm_backward",

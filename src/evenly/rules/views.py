@@ -42,10 +42,16 @@ def reshape(call: Call) -> Plan | None:
     return None
 
 
-def same_rows(call: Call) -> Plan | None:
-    """A view in which dimensions stay where they are."""
+def conjugate(call: Call) -> Plan | None:
+    """The complex conjugate, or the negative, as a view.
+
+    PyTorch only notes that it is to be taken, and here nobody would see the note: so it is taken at once.
+    """
     subject = _subject(call)
-    return subject and _view(call, subject[1])
+    if subject is None:
+        return None
+    function = aten._conj_physical.default if call.function is aten._conj.default else aten.neg.default
+    return Plan(function, (subject[0],), (subject[1],), view=True, copies=True)
 
 
 def retyped(call: Call) -> Plan | None:

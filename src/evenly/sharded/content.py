@@ -138,13 +138,15 @@ class Family:
 
     Attributes:
         writes: How often one of them has been written to.
+        copies: Some of them are copies where they should be views: a write has to gather all.
     """
 
-    __slots__ = ("_members", "writes")
+    __slots__ = ("_members", "copies", "writes")
 
     def __init__(self, first: ShardedTensor) -> None:
         self._members: list[weakref.ref[ShardedTensor]] = [weakref.ref(first)]
         self.writes = 0
+        self.copies = False
 
     def add(self, member: ShardedTensor) -> None:
         """Take in a new member."""

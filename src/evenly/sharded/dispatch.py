@@ -93,7 +93,7 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             _templates.clear()
         step = _steps[key] = _prepare(function, args, kwargs, tensors)
     team = _team_of(tensors)
-    if step is not None and team is not None:
+    if step is not None and team is not None and not (step.plan.in_place and args[0].has_copies):
         return _run(function, step, tensors, team, args, kwargs)
     if team is not None and function.has_kernel_for_dispatch_key(_COMPOSITE):
         return function.decompose(*args, **kwargs)  # in inference mode they are not taken apart before they come here
@@ -177,7 +177,7 @@ def _slot(value: Any, sources: list[Source]) -> Any:
             sources.append(source)
         return Slot(sources.index(source))
     if isinstance(value, rules.SizeOf):
-        return SizeOf(_slot(value.operand, sources), value.dim)
+        return SizeOf(int(_slot(value.operand, sources)), value.dim)
     return value
 
 
@@ -244,7 +244,7 @@ def _run(
             output.parts.over = outputs[kind.over].parts
     if plan.view:
         for position, output in enumerate(outputs):
-            output.become_view(args[0], _again(args, kwargs, function, position))
+            output.become_view(args[0], _again(args, kwargs, function, position), copied=plan.copies)
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
 
 

@@ -33,6 +33,14 @@ SHAPE_ONLY = {
 """Operations that look at the shape of their first argument only: no reason to gather it."""
 
 
+FILLING = {
+    aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default, aten.exponential_.default,
+    aten.cauchy_.default, aten.log_normal_.default, aten.geometric_.default, aten.random_.default, aten.random_.to,
+    getattr(aten.random_, "from"),
+}  # fmt: skip
+"""Operations that write all of their first argument without looking at it."""
+
+
 def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation as PyTorch does, on whole tensors.
 
@@ -49,11 +57,12 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(value, ShardedTensor):
             if shape_only and not value.is_plain:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-            if value.shards is not None:
+            overwrite = function in FILLING
+            if value.shards is not None and not overwrite:
                 size += value.numel() * value.element_size()
             if not settle:
                 return value.plain()
-            found = value.settle()
+            found = value.settle(overwrite=overwrite)
             used.append((value, found))
             return found
         return value

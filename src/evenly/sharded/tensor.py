@@ -49,6 +49,8 @@ class ShardedTensor(torch.Tensor):
                 cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
             ),
         )
+        # Code in C++ that does not know of us would read memory that is not there: it gets an error instead.
+        torch._C._set_throw_on_mutable_data_ptr(self)  # pyright: ignore
         self._content = content
         self._family = None
         self._recipe = None
@@ -113,8 +115,16 @@ class ShardedTensor(torch.Tensor):
             window.values, window.writes = again(base.plain()).clone(), self._family.writes
         return window.values
 
-    def settle(self) -> Tensor:
-        """Bring the whole tensor here for good, and with it all tensors that share its memory."""
+    def settle(self, *, overwrite: bool = False) -> Tensor:
+        """Bring the whole tensor here for good, and with it all tensors that share its memory.
+
+        Args:
+            overwrite: All of it is about to be written: what it holds does not matter.
+        """
+        if overwrite and self._family is None and not self.is_plain:
+            self._content = torch.empty_strided(
+                self.shape, writable(self.shape, self.stride()), dtype=self.dtype, device=self.device
+            )
         for member in [self] if self._family is None else self._family.living():
             if not isinstance(member._content, Tensor):
                 recipe = member._recipe
@@ -128,12 +138,13 @@ class ShardedTensor(torch.Tensor):
 
     # ------------------------------------------------------------------ sharing memory
 
-    def become_view(self, base: ShardedTensor, again: Again) -> ShardedTensor:
-        """Note that this tensor shares memory with ``base``, from which ``again`` makes it."""
+    def become_view(self, base: ShardedTensor, again: Again, *, copied: bool = False) -> ShardedTensor:
+        """Note that this tensor shares memory (or, ``copied``, should) with ``base``, from which ``again`` makes it."""
         family = base._family
         if family is None:
             family = base._family = Family(base)
         family.add(self)
+        family.copies |= copied
         self._family = family
         self._recipe = (base, again)
         return self
@@ -147,6 +158,11 @@ class ShardedTensor(torch.Tensor):
             return content.detach()
         other = ShardedTensor(content, self.shape, self.stride(), int(self.storage_offset()))
         return other.become_view(self, _itself)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a write to this tensor would be missed by one that should see it."""
+        return self._family is not None and self._family.copies
 
     def written(self) -> None:
         """Note that the rows have been written to, where they are."""

@@ -41,7 +41,6 @@ class Buffers:
         """What the driver sent last, on both sides, joined per dtype."""
         self._up_to_date: dict[torch.dtype, set[int]] = {dtype: set() for dtype in self._groups}
         """In the driver: which replicas have it. With few rows some take no part in a call."""
-        self._sending: dict[torch.dtype, set[int]] = {}
 
     def current(self) -> list[Tensor]:
         """The buffers as they are now."""
@@ -60,11 +59,7 @@ class Buffers:
         )
 
     def refresh(self) -> None:
-        """In the driver, before a call: take the values as they are now.
-
-        Unless :meth:`confirm` follows, what is sent with the call is sent again with the next: it may not have come.
-        """
-        self._sending = {dtype: set() for dtype in self._groups}
+        """In the driver, before a call: take the values as they are now."""
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
@@ -74,7 +69,7 @@ class Buffers:
                 self._up_to_date[dtype] = set()
 
     def outgoing(self, replica: int) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send to a replica with a call.
+        """What to send to a replica with a call; :meth:`confirm` must follow when it has arrived.
 
         Returns:
             Per dtype a description of the joined buffers, or None if the replica knows them already; the data.
@@ -85,16 +80,15 @@ class Buffers:
             if replica in known:
                 specs.append(None)
                 continue
-            self._sending[dtype].add(replica)
             spec, flat = wire_form(self._sent[dtype])
             specs.append(spec)
             data.append(flat)
         return tuple(specs), data
 
-    def confirm(self) -> None:
-        """What :meth:`outgoing` said has been sent."""
-        for dtype, replicas in self._sending.items():
-            self._up_to_date[dtype] |= replicas
+    def confirm(self, replica: int) -> None:
+        """The replica has been sent what :meth:`outgoing` said."""
+        for known in self._up_to_date.values():
+            known.add(replica)
 
     def receive(self, channel: Channel, specs: tuple[Any, ...]) -> None:
         """In a replica: take over what the driver sent, and undo what an earlier forward here did to the rest.

@@ -57,10 +57,6 @@ _PIECE_BYTES = RING_BYTES // 4
 _NAP_SECONDS = 0.5
 """Upper bound of one blocking wait: a missed wake-up, should a CPU reorder the two flags, costs this much."""
 
-# Taking a lock is the portable way to a full memory barrier in Python: between "I published" and "do you sleep?"
-# the store must have left the CPU before the load.
-_fence = threading.Lock()
-
 
 class ChannelClosedError(ConnectionError):
     """The other side of a channel is gone."""
@@ -69,6 +65,14 @@ class ChannelClosedError(ConnectionError):
 def spin_seconds(processes: int) -> float:
     """How long one of ``processes`` waiting processes may spin: not at all when they outnumber the cores."""
     return SPIN_SECONDS if processes <= len(os.sched_getaffinity(0)) else SPIN_SECONDS / 60
+
+
+def _fence() -> None:
+    """A full memory barrier: between "I published" and "do you sleep?" the store must leave the CPU before the load.
+
+    Taking a lock is the portable way to one in Python. A new lock, because Ctrl-C could leave a common one locked.
+    """
+    threading.Lock().acquire(blocking=False)
 
 
 class _Ring:
@@ -247,8 +251,7 @@ class Channel:
     # ---------------------------------------------------------------- waiting (see [Note: waiting])
 
     def _wake(self, ring: _Ring, flag: int) -> None:
-        with _fence:
-            pass
+        _fence()
         if ring.words[flag]:
             try:
                 self.socket.send(_WAKE_UP, _SEND_FLAGS)
@@ -269,8 +272,7 @@ class Channel:
             os.sched_yield()
         while True:
             words[flag] = 1
-            with _fence:
-                pass
+            _fence()
             try:
                 if words[word] != value:
                     return
