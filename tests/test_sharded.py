@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sharding import shard, team_of, uneven
 from torch import Tensor
 
 from evenly.sharded import ShardedTensor, gathered, gathering
 from evenly.team.team import Team
+from sharding import shard, team_of, uneven
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -250,7 +250,7 @@ def test_scikit_learn_scores_it(team):
         lambda x, y: torch.complex(x, y).conj().imag,
         lambda x, y: torch.nn.utils.rnn.pad_sequence(list(x)),
         lambda x, y: torch.addmm(torch.ones(3, dtype=x.dtype), x, torch.ones(3, 3, dtype=x.dtype)),
-        lambda x, y: x.float().bfloat16().mean().double(),
+        lambda x, y: x.float().bfloat16().float().mean().double(),
         lambda x, y: torch.utils.checkpoint.checkpoint(lambda t: (t * y).sin(), x, use_reentrant=False),
         lambda x, y: x.sum(0) + y.sum(0),
         lambda x, y: (x.sum() + y.sum()) / 2 - 3 * x.mean(),

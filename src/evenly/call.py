@@ -17,7 +17,7 @@ from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph, own_shard
+from evenly.team.execution import Graph
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
 from evenly.whole_batch import Shard, in_shard
@@ -63,7 +63,7 @@ class Call:
         """Whether the user wants a gradient of this input."""
         return torch.is_grad_enabled() and leaf.value.requires_grad
 
-    def _shard(self, replica: int) -> Shard:
+    def shard(self, replica: int) -> Shard:
         """A replica's place in the batch."""
         rows = self.plan.rows
         return len(rows), rows[replica] / sum(rows), self.model.sync_batchnorm
@@ -165,7 +165,7 @@ class Call:
                     described.append((True, spec, -1, -1))
                     tensors.append(flat)
             header = (
-                int(Command.CALL), model.number, call, base, plan.rows[replica], self._shard(replica), context, state,
+                int(Command.CALL), model.number, call, base, plan.rows[replica], self.shard(replica), context, state,
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
@@ -182,11 +182,8 @@ class Call:
                     inputs[position] = tensor.requires_grad_()
             tensors.append(tensor)
         args, kwargs = self.plan.build(0, tensors)
-        threads, peers = threads_per_replica(self.team.size), self.peers()
-        with (
-            own_shard.run(), shared_cores(threads), torch.set_grad_enabled(graph),
-            in_shard(peers, call, self._shard(0)),
-        ):  # fmt: skip
+        threads = threads_per_replica(self.team.size)
+        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self.peers(), call, self.shard(0)):
             output = self.model.module(*args, **kwargs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -199,7 +196,7 @@ class Call:
         outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
         channel = self.team.channel(replica)
         tensors = [receive_tensor(channel, spec) for spec in specs]
-        changes = [(cast("int", position), receive_tensor(channel, spec)) for position, spec in changed]
+        changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]
         try:
             answer = answers.read(unpack(outline, tensors), metas)
             for position, tensor in changes:

@@ -21,9 +21,9 @@ from evenly.probing import Outputs
 from evenly.replicated import Replicated
 from evenly.rows import split_rows
 from evenly.team.collectives import Kind
-from evenly.team.execution import own_shard
 from evenly.team.replica import inside_replica, process_memory
 from evenly.team.team import Team, team_for
+from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 
 
@@ -157,9 +157,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = self._team
-        if own_shard.running:
-            return self.module(*args, **kwargs)
+        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
         devices = 1 if team is None else team.size
         plan = plan_split(
             args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,

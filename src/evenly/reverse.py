@@ -19,11 +19,11 @@ from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
 from evenly.team.exchange import ExchangeError
-from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate, own_shard
+from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate
 from evenly.team.protocol import Command, encode, receive_tensor, wire_form
 from evenly.team.shipping import unpack
 from evenly.team.values import Handle, fetch_from
-from evenly.whole_batch import in_backward
+from evenly.whole_batch import in_shard
 
 if TYPE_CHECKING:
     from evenly.call import Call
@@ -120,7 +120,7 @@ class Reverse:
             with record_function("evenly.backward: own shard"):
                 started = time.perf_counter()
                 threads = threads_per_replica(team.size)
-                with own_shard.run(), shared_cores(threads), in_backward(call.peers(), base, call.replicas):
+                with shared_cores(threads), in_shard(call.peers(), base, call.shard(0)):
                     if again:
                         mine = _Mine(*differentiate(graph, own, call.model.leaves))
                     else:
@@ -163,7 +163,8 @@ class Reverse:
                     data[replica - 1].append(flat)
         for replica in range(1, replicas):
             call = remote.call if any(self._differentiable[replica - 1]) else 0
-            header = (int(Command.BACKWARD), call, keep, again, base, replicas, tuple(specs[replica - 1]))
+            shard = self.call.shard(replica)
+            header = (int(Command.BACKWARD), call, keep, again, base, shard, tuple(specs[replica - 1]))
             self.team.ask(replica, encode(header), data[replica - 1])
         return own
 

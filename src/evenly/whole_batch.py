@@ -97,7 +97,10 @@ batch normalisation is synchronised."""
 
 @contextmanager
 def in_shard(exchange: Exchange, number: int, shard: Shard) -> Generator[None]:
-    """Run one replica's forward, the ``number``-th, on its shard."""
+    """Run one replica's forward or backward, the ``number``-th, on its shard.
+
+    A backward, too: sums over the batch sum up gradients there, and checkpointing runs parts of the forward again.
+    """
     taking_part, share, sync_batchnorm = shard
     exchange.begin(number, taking_part)
     try:
@@ -107,14 +110,9 @@ def in_shard(exchange: Exchange, number: int, shard: Shard) -> Generator[None]:
         exchange.end()
 
 
-@contextmanager
-def in_backward(exchange: Exchange, number: int, taking_part: int) -> Generator[None]:
-    """Run one replica's backward, the ``number``-th, in which sums over the batch sum up gradients."""
-    exchange.begin(number, taking_part)
-    try:
-        yield
-    finally:
-        exchange.end()
+def inside_shard() -> bool:
+    """Whether a replica's forward or backward is running in this thread."""
+    return _current.summer is not None
 
 
 def probed(

@@ -59,17 +59,22 @@ class Buffers:
         )
 
     def refresh(self) -> None:
-        """In the driver, before a call: take the values as they are now."""
+        """In the driver, before a call: take the values as they are now.
+
+        Unless :meth:`confirm` follows, what is sent with the call is sent again with the next: it may not have come.
+        """
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
             joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
+            if len(positions) == 1:
+                joined = joined.clone()  # a single tensor is not copied when it is joined
             sent = self._sent.get(dtype)
             if sent is None or not _same_bytes(sent, joined):
                 self._sent[dtype] = joined
                 self._up_to_date[dtype] = set()
 
     def outgoing(self, replica: int) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What to send to a replica with a call; :meth:`confirm` must follow when it has arrived.
+        """What to send to a replica with a call; :meth:`confirm` follows when the replica has answered.
 
         Returns:
             Per dtype a description of the joined buffers, or None if the replica knows them already; the data.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,25 +24,6 @@ class Graph:
     outputs: Sequence[Tensor | None]
     inputs: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     shared: bool = False
-
-
-class _OwnShard(threading.local):
-    """Whether this thread is computing the driver's shard, forwards or backwards."""
-
-    running = False
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Say so for a block."""
-        before, self.running = self.running, True
-        try:
-            yield
-        finally:
-            self.running = before
-
-
-own_shard = _OwnShard()
-"""A wrapped module inside of a wrapped module just runs on its shard, here as in the replicas, which are busy."""
 
 
 def backward(

@@ -36,7 +36,7 @@ from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, 
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.template import Template
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import Shard, in_backward, in_shard, probed
+from evenly.whole_batch import Shard, in_shard, probed
 
 
 @dataclass
@@ -316,7 +316,7 @@ class Replica:
             self.graphs.pop(call, None)
 
     def run_backward(
-        self, call: int, keep: bool, again: int, base: int, taking_part: int, gradients: tuple[Any, ...]
+        self, call: int, keep: bool, again: int, base: int, shard: Shard, gradients: tuple[Any, ...]
     ) -> None:
         """Run a call's graph backwards: parameter gradients go to shared memory, those of inputs become values.
 
@@ -328,14 +328,14 @@ class Replica:
             gradient = receive_tensor(self.channel, what) if inline else self.values[what]
             incoming[position] = incoming[position] + gradient if position in incoming else gradient
         if not call:  # this replica has nothing to run, but must not be waited for
-            with in_backward(self._peers(), base, taking_part):
+            with in_shard(self._peers(), base, shard):
                 pass
             self._reply(b"", (), None, ())
             return
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with in_backward(self._peers(), base, taking_part), self._interruptible():
+        with in_shard(self._peers(), base, shard), self._interruptible():
             if again:
                 found, inputs, second = differentiate(graph, incoming, model.leaves)
                 self.graphs[again] = (model, second)

@@ -13,18 +13,18 @@ import sys
 if sys.path and os.path.abspath(sys.path[0]) == os.path.dirname(os.path.abspath(__file__)):  # noqa: PTH100, PTH120
     del sys.path[0]
 
+_POLL_MILLISECONDS = 500
+
 
 def _start() -> None:
-    settings, sock, memory, last_words, index, count, parent = (int(argument) for argument in sys.argv[1:8])
-    import json
-
+    settings, sock, memory, last_words, index, count, driver = (int(argument) for argument in sys.argv[1:8])
     try:
+        _end_with(driver)  # before the imports, which take seconds
+        import json
+
         with os.fdopen(settings, "rb") as file:
             # Modules that look at the arguments when they are imported shall see the program's.
             sys.path[:], sys.argv[:] = json.load(file)
-        from evenly.team.lifeline import end_with_driver
-
-        end_with_driver(parent)
         from evenly.team.replica import main
     except BaseException:
         import traceback
@@ -32,6 +32,31 @@ def _start() -> None:
         os.write(last_words, traceback.format_exc().encode())
         os._exit(1)
     main(sock, memory, last_words, index, count)
+
+
+def _end_with(driver: int) -> None:
+    """End this process when the driver, its parent, is gone, whatever this process is doing at the time.
+
+    A closed socket alone would not do: forked children of the driver may hold the other end open.
+    """
+    import select
+    import signal
+    import threading
+
+    try:
+        descriptor = os.pidfd_open(driver)
+    except OSError:  # an old kernel, or it is gone already
+        descriptor = -1
+
+    def wait() -> None:
+        poll = select.poll()
+        if descriptor >= 0:
+            poll.register(descriptor, select.POLLIN)
+        while os.getppid() == driver:
+            poll.poll(None if descriptor >= 0 else _POLL_MILLISECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="evenly-end-with-driver", daemon=True).start()
 
 
 _start()

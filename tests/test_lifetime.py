@@ -1,0 +1,282 @@
+"""Nothing outlives what it is for: replicas their driver and their models, memory and files their step."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import orders
+from evenly import DataParallel
+from orders import BOUND_SECONDS, Obedient, X, on, wait_for
+
+HEADER = """
+import os, signal, sys, threading, time
+import torch
+import orders
+from orders import *
+
+model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+out = model(X)
+"""
+
+
+def start(body, *arguments):
+    """A driver in a process of its own. It prints "ready" and goes on."""
+    here = os.fspath(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])}
+    return subprocess.Popen(
+        [sys.executable, "-c", HEADER + textwrap.dedent(body), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def living(processes):
+    """Those that have not ended; one that nobody has waited for yet has."""
+    found = []
+    for process in processes:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def expect_gone(processes):
+    started = time.monotonic()
+    while left := living(processes):
+        assert time.monotonic() - started < BOUND_SECONDS, left
+        time.sleep(0.01)
+
+
+def replicas_of(driver):
+    return [child for child in psutil.Process(driver.pid).children(recursive=True) if "start_replica" in str(child.cmdline())]
+
+
+# ---------------------------------------------------------------------- the driver's end
+
+KILLED_WHILE = {
+    "idle": "open(sign, 'w'); time.sleep(600)",
+    "in forward": "model(X, on('second', WAIT), sign=sign)",
+    "in a forward that never lets go": "model(X, on('second', COMPUTE), sign=sign)",
+    "in backward": "model(X, backward_orders=on('second', WAIT), sign=sign).sum().backward()",
+    "with a worker of a DataLoader": """
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, index):
+                open(sign, 'w'); time.sleep(600)
+        next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
+    """,
+    "starting replicas": """
+        other = DataParallel(Obedient(), device_ids=["cpu"] * 3)
+        open(sign, 'w'); time.sleep(600)
+    """,
+}
+
+
+@pytest.mark.parametrize("when", KILLED_WHILE)
+def test_all_replicas_are_gone_soon_after_a_driver_is_killed(when, tmp_path):
+    sign = tmp_path / "sign"
+    driver = start("sign = sys.argv[1]\n" + textwrap.dedent(KILLED_WHILE[when]), sign)
+    with driver:
+        wait_for(sign.exists)
+        replicas = replicas_of(driver)
+        others = [child for child in psutil.Process(driver.pid).children(recursive=True) if child not in replicas]
+        assert len(replicas) == (3 if when == "starting replicas" else 1)
+        driver.kill()
+        expect_gone(replicas)
+        for other in others:  # the worker looks for its parent every five seconds only
+            other.kill()
+
+
+ENDS = {
+    "normally": ("", 0),
+    "with work in flight": ("t = threading.Thread(target=model, args=(X, on('second', WAIT)), kwargs={'sign': sys.argv[1]}, daemon=True); t.start(); wait_for(lambda: os.path.exists(sys.argv[1]))", 0),
+    "by sys.exit": ("sys.exit(3)", 3),
+    "by an unhandled exception": ("raise ValueError('unhandled')", 1),
+    "by an unhandled exception of a replica": ("model(X, on('second', FAIL))", 1),
+    "by os._exit": ("os._exit(4)", 4),
+    "by a signal": ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    "with a graph that was never run backwards": ("keep = model(X).sum()", 0),
+    "before its replicas have started": ("other = DataParallel(Obedient(), device_ids=['cpu'] * 3)", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_driver_that_ends_takes_its_replicas_along(how, tmp_path):
+    body, code = ENDS[how]
+    sign = tmp_path / "pids"
+    body = f"open({os.fspath(sign)!r}, 'w').write(str(model._team.pids()[0]))\n" + body
+    with start(body, tmp_path / "sign") as driver:
+        out, err = driver.communicate(timeout=60)
+    assert driver.returncode == code, err
+    assert out == ""
+    assert ("Traceback" in err) == (code == 1), err
+    assert "rror ignored" not in err
+    assert not psutil.pid_exists(int(sign.read_text())) or how in ("by os._exit", "by a signal")
+    pid = int(sign.read_text())
+    expect_gone([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+
+
+# ---------------------------------------------------------------------- the model's end
+
+
+def test_replicas_stop_when_the_last_model_on_their_devices_is_gone():
+    first, second = (DataParallel(Obedient(), device_ids=["cpu", "cpu"]) for _ in range(2))
+    first(X)
+    second(X)
+    team = weakref.ref(first._team)
+    (process,) = (psutil.Process(pid) for pid in first._team.pids())
+    del first
+    assert team() is not None
+    second(X)
+    gc.disable()  # nothing waits for the garbage collector
+    try:
+        del second
+        assert team() is None
+    finally:
+        gc.enable()
+    assert not living([process])
+
+
+def test_an_output_keeps_the_replicas_that_hold_it():
+    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+    out = model(X)
+    wanted = model.module(X)
+    del model
+    torch.testing.assert_close(out.full_tensor(), wanted)
+    out.sum().backward()
+
+
+def test_a_model_that_is_dropped_while_its_replicas_start_leaves_none():
+    model = DataParallel(Obedient(), device_ids=["cpu"] * 3)
+    processes = [psutil.Process(pid) for pid in model._team.pids()]
+    del model
+    assert not living(processes)
+
+
+def test_what_a_step_leaves_is_freed_without_the_garbage_collector():
+    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+    team, y = model._team, torch.arange(8) % 2
+
+    def step():
+        out = model(X)
+        torch.nn.functional.cross_entropy(out, y).backward()
+        out.sort(0)
+        torch.cat([out, out])
+        str(out)
+        with pytest.raises(ZeroDivisionError):
+            model(X, on("second", orders.FAIL))
+        with pytest.raises(IndexError):
+            torch.nn.functional.cross_entropy(model(X), y + 9)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step()
+        assert _held(team) == (0, 0, 1)
+    finally:
+        gc.enable()
+
+
+def _held(team):
+    from evenly.team.values import ask_report
+
+    with team.lock:
+        team.ensure_ready()
+        team.tell_released()
+        ((_, _, _, held),) = ask_report(team)
+    return held
+
+
+# ---------------------------------------------------------------------- flat over many steps
+
+STEPS = int(os.environ.get("EVENLY_TEST_STEPS", "100"))
+"""A thousand take half a minute each; a leak of a few kilobytes a step shows in a hundred, too."""
+
+
+def _use(model):
+    """Bytes, descriptors and things held by the driver and its replica."""
+    gc.collect()
+    processes = [psutil.Process(), *(psutil.Process(pid) for pid in model._team.pids())]
+    return (
+        [process.memory_full_info().uss for process in processes],
+        [process.num_fds() for process in processes],
+        _held(model._team),
+    )
+
+
+def _expect_flat(model, step):
+    for _ in range(20):
+        step()
+    memory, descriptors, held = _use(model)
+    for _ in range(STEPS):
+        step()
+    memory_after, descriptors_after, held_after = _use(model)
+    assert descriptors_after == descriptors
+    assert held_after == held
+    for before, after in zip(memory, memory_after, strict=True):
+        assert after - before < 4 << 20
+
+
+BIG = torch.randn(64, 4096)
+"""One megabyte: a hundred of them that stay would show."""
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4096))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x, fail=None):
+        self.steps += 1
+        if fail is not None and fail[-1]:
+            raise ZeroDivisionError
+        return x * self.weight, x.sum()
+
+
+def test_outputs_that_are_never_used_leave_memory_flat():
+    model = DataParallel(Wide(), device_ids=["cpu", "cpu"])
+    _expect_flat(model, lambda: model(BIG))
+
+
+def test_exceptions_now_and_then_leave_memory_flat():
+    model = DataParallel(Wide(), device_ids=["cpu", "cpu"])
+    count = 0
+
+    def step():
+        nonlocal count
+        count += 1
+        order = [0] * 63 + [count % 10 == 0]
+        try:
+            out, loss = model(BIG, order)
+            if count % 10 == 5:
+                out.square().mean().backward(torch.ones(3))
+            (out.square().mean() + loss).backward()
+        except (ZeroDivisionError, RuntimeError):
+            assert count % 5 == 0
+
+    _expect_flat(model, step)
+
+
+def test_models_that_come_and_go_leave_memory_flat():
+    model = DataParallel(Wide(), device_ids=["cpu", "cpu"])
+    _expect_flat(model, lambda: DataParallel(Wide(), device_ids=["cpu", "cpu"])(BIG))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
