@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import random
-import signal
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sharding import shard, uneven
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
 from evenly.sharded import ShardedTensor, gathered, plain
 from evenly.team.team import Team
+from sharding import shard, uneven
 
 SKIPPED: dict[str, str] = {
-    "empty": "its result has no values",
-    "empty_like": "its result has no values",
-    "empty_permuted": "its result has no values",
-    "empty_strided": "its result has no values",
-    "new_empty": "its result has no values",
-    "new_empty_strided": "its result has no values",
+    **dict.fromkeys(
+        ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        "its result has no values",
+    ),
     "as_strided.partial_views": "reads memory in front of and behind its tensor",
     **{
         f"jiterator_{kind}": "compiles for CUDA only"
@@ -34,15 +34,20 @@ SKIPPED: dict[str, str] = {
 }
 """Operations that cannot be compared, and why."""
 
+IGNORES_OUT = ("linalg.matrix_rank", "linalg.matrix_rank.hermitian")
+"""PyTorch itself, above what can be seen here, forgets ``out`` when its input is of a subclass of Tensor."""
+
+DTYPES = (torch.float64, torch.int64, torch.complex128, torch.float32, torch.bool)
+"""In the order in which they are tried, until the operation supports one."""
+
 
 @dataclass
 class Outcome:
     """What became of one operation.
 
     Attributes:
-        tried: Samples with a tensor that has two rows.
-        sharded: Results that stayed sharded, or parts of a sum.
-        whole: Results on the driver.
+        tried: How many samples had rows to deal out.
+        sharded, parts, whole: How many results stayed sharded, are a partial sum, were computed on the driver.
         gathered: Operations below it that gathered, and how often.
         failures: What differed.
     """
@@ -57,35 +62,97 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a sample's tensors are dealt out.
+    """How a sample is run.
 
     Attributes:
-        dim: Along which dimension.
-        all_aligned: Not only the first tensor, but all that are as large as it along ``dim``.
+        samples: How many of them.
+        dim: Along which dimension its tensors are dealt out.
+        all_aligned: Not only the first tensor, but all that are as large as it along ``dim``, and gradients, too.
         backward: Whether gradients are compared, too.
+        how: The operation itself, its in-place variant, or with a sharded ``out``.
+        dtype: Instead of the first of :data:`DTYPES`.
     """
 
+    samples: int
     dim: int = 0
     all_aligned: bool = False
     backward: bool = True
+    how: str = "call"
+    dtype: torch.dtype | None = None
 
 
-def samples(op: Any, dtype: torch.dtype, limit: int, *, requires_grad: bool) -> Iterator[Any]:
-    """At most ``limit`` samples whose first tensor has at least two rows, spread over all that there are."""
+MOST_SAMPLES = 200
+"""Of which to choose: some operations have more than a thousand, and making them takes longer than running a few."""
+
+
+def name_of(op: OpInfo) -> str:
+    """The name of an operation, as PyTorch's own tests say it."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def walk(team: Team, op: OpInfo, variants: Sequence[Variant]) -> Outcome:
+    """Run one operation's samples."""
+    outcome = Outcome()
+    for variant in variants:
+        dtypes = op.supported_dtypes("cpu")
+        dtype = variant.dtype or next((dtype for dtype in DTYPES if dtype in dtypes), None)
+        if dtype not in dtypes:
+            continue
+        function = _variant_of(op, variant.how)
+        if function is None:
+            continue
+        backward = variant.backward and dtype in op.supported_backward_dtypes("cpu") and op.supports_autograd
+        before = gathered.copy()
+        for sample in samples(op, dtype, variant, requires_grad=backward):
+            compare(team, function, sample, variant, outcome)
+        if variant == variants[0]:
+            outcome.gathered = gathered - before
+    return outcome
+
+
+def _variant_of(op: OpInfo, how: str) -> Callable[..., Any] | None:
+    """The operation, its in-place variant or with ``out=``, as a function of the same arguments."""
+    if how == "call":
+        return op.op
+    if how == "in_place":
+        in_place = op.inplace_variant
+
+        def write(value: Any, *args: Any, **kwargs: Any) -> Any:
+            target = value * 1 if isinstance(value, Tensor) and not value.dtype == torch.bool else value
+            return in_place(target, *args, **kwargs)
+
+        return write if in_place is not None else None
+    if not op.supports_out or name_of(op) in IGNORES_OUT:
+        return None
+
+    def put(value: Any, *args: Any, **kwargs: Any) -> Any:
+        shape_of = op.op(value, *args, **kwargs)
+        if not isinstance(shape_of, Tensor):
+            return shape_of
+        return op.op(value, *args, **kwargs, out=torch.zeros_like(shape_of))
+
+    return put
+
+
+def samples(op: OpInfo, dtype: torch.dtype, variant: Variant, *, requires_grad: bool) -> list[Any]:
+    """Samples with rows to deal out, spread over all that there are."""
     with seeded():
-        found = [s for s in op.sample_inputs("cpu", dtype, requires_grad=requires_grad) if _first(s) is not None]
-    step = max(1, len(found) / limit)
-    position = 0.0
-    while round(position) < len(found) and limit > 0:
-        yield found[round(position)]
-        position += step
+        found = [
+            sample
+            for sample in itertools.islice(
+                op.sample_inputs("cpu", dtype, requires_grad=requires_grad), max(MOST_SAMPLES, variant.samples)
+            )
+            if _first(sample, variant.dim) is not None and not (variant.how == "in_place" and sample.broadcasts_input)
+        ]
+    step = max(1, len(found) / variant.samples)
+    return [found[int(i * step)] for i in range(min(variant.samples, len(found)))]
 
 
 def _first(sample: Any, dim: int = 0) -> Tensor | None:
+    """The first tensor that has at least two rows."""
     for leaf in pytree.tree_leaves((sample.input, sample.args, sample.kwargs)):
-        if isinstance(leaf, Tensor):
-            fits = leaf.layout is torch.strided and leaf.dim() > dim and leaf.shape[dim] > 1
-            return leaf if fits else None
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.dim() > dim and leaf.shape[dim] > 1:
+            return leaf
     return None
 
 
@@ -101,7 +168,7 @@ def seeded() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def compare(team: Team, op: Any, function: Callable[..., Any], sample: Any, variant: Variant, outcome: Outcome) -> None:
+def compare(team: Team, function: Callable[..., Any], sample: Any, variant: Variant, outcome: Outcome) -> None:
     """Run ``function`` on a sample twice, plain and sharded, and note what differs."""
     first = _first(sample, variant.dim)
     if first is None:
@@ -130,9 +197,10 @@ def compare(team: Team, op: Any, function: Callable[..., Any], sample: Any, vari
     found: list[Any] = []
     for sharded in (False, True):
         seen: dict[int, Any] = {}
-        value, args, kwargs = pytree.tree_map(lambda leaf: deal(leaf, sharded=sharded, seen=seen), arguments)
-        with seeded():
-            found.append(_run(function, sample, value, args, kwargs, seen, variant))
+        dealt = pytree.tree_map(functools.partial(deal, sharded=sharded, seen=seen), arguments)
+        with seeded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(_run(function, sample, dealt, seen, variant))
     for difference in _differences(*found, outcome, variant):
         outcome.failures.append(f"{_words(sample)}: {difference}")
 
@@ -178,14 +246,9 @@ class _Result:
 
 
 def _run(
-    function: Callable[..., Any],
-    sample: Any,
-    value: Any,
-    args: Any,
-    kwargs: Any,
-    seen: dict[int, Any],
-    variant: Variant,
+    function: Callable[..., Any], sample: Any, dealt: tuple[Any, Any, Any], seen: dict[int, Any], variant: Variant
 ) -> _Result:
+    value, args, kwargs = dealt
     result = _Result(None, [], [], [], [])
     try:
         output = function(value, *args, **kwargs)
@@ -249,9 +312,10 @@ def _differences(bare: _Result, evenly: _Result, outcome: Outcome, variant: Vari
         yield f"raises {evenly.error!r}, plain {bare.error!r}"
         return
     if bare.error is not None:
-        yield f"plain raises {bare.error!r}"
+        if variant.how == "call":
+            yield f"plain raises {bare.error!r}"
         return
-    for kind in evenly.shards:
+    for kind in evenly.shards if variant.how == "call" and variant.dim == 0 else ():
         setattr(outcome, kind, getattr(outcome, kind) + 1)
     groups = (("value", bare.values, evenly.values), ("gradient", bare.gradients, evenly.gradients))
     for what, expected, actual in (*groups, ("input afterwards", bare.inputs, evenly.inputs)):

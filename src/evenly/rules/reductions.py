@@ -29,7 +29,7 @@ def reduction(*over_rows: str) -> Rule:
         if rows.dim in dims:
             outputs = [_parts(call, tensor, kind) for kind in over_rows]
             return call.plan(*outputs) if outputs and None not in outputs else None
-        moved = rows.dim if "keepdim" in call and call["keepdim"] else rows.dim - sum(d < rows.dim for d in set(dims))
+        moved = rows.dim if call.get("keepdim") else rows.dim - sum(d < rows.dim for d in set(dims))
         return call.plan(*(rows.at(moved),) * call.returns)
 
     return rule

@@ -87,7 +87,7 @@ _NAMES: dict[Rule, str] = {
         std_mean.correction median.dim nanmedian.dim mode kthvalue
     """,
     # Views.
-    views.reshape: "view _unsafe_view reshape _reshape_alias",
+    views.reshape: "view _unsafe_view _reshape_alias",
     views.conjugate: "_conj _neg_view",
     views.retyped: "view.dtype",
     views.permute: "permute",

@@ -20,7 +20,7 @@ def _subject(call: Call) -> tuple[Operand, Rows] | None:
 
 
 def reshape(call: Call) -> Plan | None:
-    """``view`` and kin: rows may also be merged with what follows them, or be split into groups."""
+    """``view`` and kin: the rows may also be merged with what follows them, or be split into groups."""
     subject = _subject(call)
     if subject is None or not subject[0].numel:
         return None
@@ -37,7 +37,8 @@ def reshape(call: Call) -> Plan | None:
             if any(count * size % total for count in rows.rows):
                 return None
             moved = Rows(dim, tuple(count * size // total for count in rows.rows))
-            return _view(call, moved, size=[*shape[:dim], -1, *shape[dim + 1 :]])
+            # `_unsafe_view` does not call itself a view, but is one: PyTorch writes through it.
+            return call.plan(moved, view=True, size=[*shape[:dim], -1, *shape[dim + 1 :]])
         reached *= size
     return None
 

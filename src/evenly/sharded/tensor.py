@@ -203,6 +203,24 @@ class ShardedTensor(torch.Tensor):
             return
         _set_geometry(self, settled)
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As for a plain tensor."""
+        return torch.Tensor.data.__get__(self)  # pyright: ignore
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.device != self.device:
+            message = (
+                f"data of a sharded {self.dtype} tensor on {self.device} cannot become {value.dtype} on "
+                f"{value.device}: call .full_tensor() first"
+            )
+            raise RuntimeError(message)
+        self.settle()  # others keep the memory that they share
+        self._family = self._recipe = None
+        self._content = value.settle() if isinstance(value, ShardedTensor) else value.detach()
+        self.follow(self._content)
+
     # ------------------------------------------------------------------ operations
 
     @classmethod
@@ -290,6 +308,14 @@ class ShardedTensor(torch.Tensor):
         if shards is not None and replica == 0 and shards.rows == rows and shards.dim == dim:
             return shards.local
         return plain(self.detach()).split(rows, dim)[replica]
+
+
+# A compiler that looks into the calls of a compiled function should not look into ours.
+_SKIP = torch._C._dynamo.eval_frame._FrameAction.SKIP  # pyright: ignore
+torch._C._dynamo.eval_frame.set_code_exec_strategy(  # pyright: ignore
+    ShardedTensor.__torch_dispatch__.__func__.__code__,  # pyright: ignore
+    torch._C._dynamo.eval_frame._FrameExecStrategy(_SKIP, _SKIP),  # pyright: ignore
+)
 
 
 class _FullTensor(torch.autograd.Function):

@@ -57,6 +57,7 @@ _PIECE_BYTES = RING_BYTES // 4
 _NAP_SECONDS = 0.5
 """Upper bound of one blocking wait: a missed wake-up, should a CPU reorder the two flags, costs this much."""
 
+
 class ChannelClosedError(ConnectionError):
     """The other side of a channel is gone."""
 
