@@ -190,7 +190,7 @@ def test_what_a_step_leaves_is_freed_without_the_garbage_collector():
     try:
         for _ in range(3):
             step()
-        assert _held(team) == (0, 0, 1)
+        assert _held(team) == (1, 0, 1)  # the targets, as long as they live here
     finally:
         gc.enable()
 
