@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +48,7 @@ _GLOBALS = slice(5, None)
 
 
 @contextlib.contextmanager
-def applied(context: Context, previous: Context | None) -> Iterator[None]:
+def applied(context: Context, previous: Context | None) -> Generator[None]:
     """Run a block in ``context``. Process-wide settings stay set; those that ``previous`` set alike are left alone."""
     grad, inference, autocast, autocast_dtype, cache, dtype, deterministic, warn_only, precision, threads = context
     if previous is None or context[_GLOBALS] != previous[_GLOBALS]:
@@ -76,7 +76,7 @@ def threads_per_replica(devices: int) -> int:
 
 
 @contextlib.contextmanager
-def shared_cores(threads: int) -> Iterator[None]:
+def shared_cores(threads: int) -> Generator[None]:
     """Let the driver's own shard use its part of the cores, and give the caller all of them back."""
     before = torch.get_num_threads()
     if before == threads:

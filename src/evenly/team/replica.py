@@ -489,15 +489,17 @@ def main(sock: int, memory: int, last_words: int, index: int, count: int) -> Non
     # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
     signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
     # What the user's code prints shall appear at once, and whatever happens to this process.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    stdout: Any = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
     # Until a call says otherwise: more threads than cores would only wait for each other.
     torch.set_num_threads(threads_per_replica(count))
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
         replica.loop()
-    for stream in (sys.stdout, sys.stderr):
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
         with contextlib.suppress(Exception):
             stream.flush()
     # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.

@@ -134,19 +134,23 @@ class Team:
         self.phase = "starting"
         self._give_up_at = time.monotonic() + START_SECONDS
         try:
-            for process in self._processes:
-                if process.channel.untouched:  # an earlier wait may have been interrupted
-                    process.channel.receive()
+            for process in list(self._processes):
+                self._await_first_word(process)
+        finally:
+            self._give_up_at = None
+        self._share_exchange()
+        self._ready = True
+
+    def _await_first_word(self, process: Process) -> None:
+        try:
+            if process.channel.untouched:  # an earlier wait may have been interrupted
+                process.channel.receive()
         except ChannelClosedError:
             raise self._lost(process) from None
         except _TookTooLongError:
             self.stop()
             message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
             raise TimeoutError(message) from None
-        finally:
-            self._give_up_at = None
-        self._share_exchange()
-        self._ready = True
 
     def _share_exchange(self) -> None:
         """Give all replicas the memory in which they add up numbers among themselves."""
