@@ -18,8 +18,8 @@ HEADER = """\
 # What operations do to a sharded tensor
 
 Written by `python tests/opreport.py`, from PyTorch's own samples of its operations (PyTorch {version}); a test checks
-that it is up to date. Each sample runs with its first tensor dealt out unevenly over replicas along the first dimension,
-and with all that are as long; values, shapes, dtypes, strides, gradients and errors are those of plain tensors.
+that it is up to date. Each sample runs with its first tensor dealt out unevenly over replicas along the first
+dimension, and with all that are as long; values, shapes, dtypes, strides, gradients and errors are those of plain tensors.
 
 | operations | |
 |---|---|
@@ -43,8 +43,8 @@ SECTIONS = (
     ("rowless", "Take no tensor with rows"),
 )
 NOTES = {
-    "mixed": "They are gathered where the rows themselves are sorted, selected, padded, merged with what is in front of "
-    "them …, or where tensors do not fit row by row.",
+    "mixed": "They are gathered where the rows themselves are sorted, selected, padded, merged with what is in front "
+    "of them …, or where tensors do not fit row by row.",
 }
 
 

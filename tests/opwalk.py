@@ -118,7 +118,7 @@ def _variant_of(op: OpInfo, how: str) -> Callable[..., Any] | None:
         in_place = op.inplace_variant
 
         def write(value: Any, *args: Any, **kwargs: Any) -> Any:
-            target = value * 1 if isinstance(value, Tensor) and not value.dtype == torch.bool else value
+            target = value * 1 if isinstance(value, Tensor) and value.dtype != torch.bool else value
             return in_place(target, *args, **kwargs)
 
         return write if in_place is not None else None
@@ -271,7 +271,7 @@ def _run(
         result.values = [_settled(leaf) for leaf in result.values]
         result.gradients = [_settled(gradient) for gradient in result.gradients]
         result.inputs = [_settled(tensor) for tensor in seen.values()]
-    except Exception as error:  # noqa: BLE001 - whatever it raises is compared
+    except Exception as error:  # whatever it raises is compared
         result.error = error
     return result
 

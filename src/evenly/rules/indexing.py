@@ -82,7 +82,9 @@ def embedding_backward(call: Call) -> Plan | None:
     rows = ids.rows or gradient.rows
     if call["scale_grad_by_freq"] or (gradient.rows or rows) != rows:
         return None
-    cuts = {operand: Cut(operand, rows.dim, rows.rows) for operand in (gradient, ids) if operand.rows is None}
-    if rows.dim >= ids.ndim or any(cut.operand.shape[rows.dim] != rows.total for cut in cuts.values()):
+    cuts: dict[Operand, Cut] = {
+        operand: Cut(operand, rows.dim, rows.rows) for operand in (gradient, ids) if operand.rows is None
+    }
+    if rows.dim >= ids.ndim or {gradient.shape[rows.dim], ids.shape[rows.dim]} != {rows.total}:
         return None
     return call.plan(Parts(), cuts=cuts)

@@ -45,8 +45,9 @@ def group_norm_backward(call: Call) -> Plan | None:
     if found is None or (weight is not None and weight.rows is not None):
         return None
     rows, cuts = found
-    own = cuts.get(gradient, gradient)
-    return call.plan(*wanted(call, rows, Parts(), Parts()), cuts=cuts, N=SizeOf(own, 0))
+    cut = cuts.get(gradient)
+    own = SizeOf(gradient if cut is None else cut, 0)
+    return call.plan(*wanted(call, rows, Parts(), Parts()), cuts=cuts, N=own)
 
 
 def convolution(call: Call) -> Plan | None:

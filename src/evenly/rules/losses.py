@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,8 @@ def loss_backward(call: Call) -> Plan | None:
         return None
     if kind != MEAN:
         return call.plan(found.rows, cuts=found.cuts)
-    count = math.prod(torch.broadcast_shapes(*(operand.shape for operand in call.operands)))
+    shapes = [operand.shape for operand in call.operands]
+    count = math.prod(cast("tuple[int, ...]", torch.broadcast_shapes(*shapes)))  # pyright: ignore[reportUnknownMemberType]
     return call.plan(found.rows, cuts={**found.cuts, gradient: Divided(gradient, count)}, reduction=SUM)
 
 

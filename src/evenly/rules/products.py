@@ -47,9 +47,11 @@ def added_matmul(call: Call) -> Plan | None:
     """``bias + a @ b``: ``addmm``, ``baddbmm``, ``addmv``. A bias cannot be added once per replica."""
     bias, a, b = call.operands
     found = _product(a, b, batch=max(0, a.ndim - 2))
-    if found is None or isinstance(found[0], Parts):
+    if found is None:
         return None
     rows, cuts = found
+    if isinstance(rows, Parts):
+        return None
     ndim = a.ndim + b.ndim - 2 if a.ndim == 2 else a.ndim  # noqa: PLR2004 - a matrix times a matrix or a vector
     dim = rows.dim - (ndim - bias.ndim)
     if bias.rows is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def reduction(*over_rows: str) -> Rule:
         rows = tensor.rows
         if rows is None or len(call.operands) != 1:
             return None
-        wanted = call["dim"] if "dim" in call else None
+        wanted = call.get("dim")
         dims = list(range(tensor.ndim)) if wanted is None or wanted == [] else call.dims("dim", tensor.ndim)
         if dims is None:
             return None
@@ -50,6 +52,6 @@ def _norm_of_norms(order: float) -> Combine:
 
     def combine(parts: list[Tensor]) -> Tensor:
         stacked = torch.stack(parts)
-        return stacked.sum(0) if order == 0 else torch.linalg.vector_norm(stacked, order, 0)
+        return stacked.sum(0) if order == 0 else cast("Any", torch.linalg).vector_norm(stacked, order, 0)
 
     return combine

@@ -26,12 +26,12 @@ _IMAGES_1D, _IMAGES_2D, _IMAGES_3D = kept(trailing=1), kept(trailing=2), kept(tr
 _NAMES: dict[Rule, str] = {
     # Element by element, though not tagged so.
     pointwise: """
-        clone zeros_like ones_like full_like empty_like copy_ floor_divide hardswish rsub fill zero masked_fill softplus_backward
-        hardtanh_backward leaky_relu_backward elu_backward hardswish_backward hardsigmoid_backward hardshrink_backward
-        softshrink_backward log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward
-        rrelu_with_noise_backward native_dropout_backward isin.Scalar_Tensor
-        isin.Tensor_Scalar polar complex 
-        fake_quantize_per_tensor_affine_cachemask fake_quantize_per_tensor_affine_cachemask_backward
+        clone zeros_like ones_like full_like empty_like copy_ floor_divide hardswish rsub fill zero masked_fill
+        softplus_backward hardtanh_backward leaky_relu_backward elu_backward hardswish_backward
+        hardsigmoid_backward hardshrink_backward softshrink_backward log_sigmoid_forward log_sigmoid_backward
+        _prelu_kernel _prelu_kernel_backward rrelu_with_noise_backward native_dropout_backward
+        isin.Scalar_Tensor isin.Tensor_Scalar polar complex fake_quantize_per_tensor_affine_cachemask
+        fake_quantize_per_tensor_affine_cachemask_backward
     """,
     converted: "_to_copy",
     factory: "new_zeros new_ones new_full new_empty",
@@ -39,18 +39,18 @@ _NAMES: dict[Rule, str] = {
     first_only: "bucketize.Tensor isin.Tensor_Tensor",
     # Along other dimensions than that of the rows.
     _ROWS_ALONG_DIM: """
-        _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod logcumsumexp cummax
-        cummin sort topk gather scatter scatter_add scatter_reduce glu glu_backward
-        _fft_r2c _fft_c2c _fft_c2r linalg_cross
+        _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod
+        logcumsumexp cummax cummin sort topk gather scatter scatter_add scatter_reduce glu glu_backward _fft_r2c
+        _fft_c2c _fft_c2r linalg_cross
     """,
     kept("dims"): "flip roll rot90",
     kept(trailing=_padded): "constant_pad_nd",
     _MATRICES: """
-        tril triu linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_qr _linalg_svd _linalg_eigh
-        _linalg_det _linalg_slogdet _linalg_solve_ex linalg_eig linalg_lu_solve linalg_solve_triangular lu_unpack
-        linalg_ldl_factor_ex linalg_ldl_solve cholesky_solve cholesky_inverse linalg_matrix_exp linalg_pinv
-        linalg_householder_product ormqr triangular_solve _linalg_eigvals cholesky geqrf 
-        linalg_pinv.atol_rtol_tensor
+        tril triu linalg_cholesky_ex linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_qr _linalg_svd
+        _linalg_eigh _linalg_det _linalg_slogdet _linalg_solve_ex linalg_eig linalg_lu_solve
+        linalg_solve_triangular lu_unpack linalg_ldl_factor_ex linalg_ldl_solve cholesky_solve cholesky_inverse
+        linalg_matrix_exp linalg_pinv linalg_householder_product ormqr triangular_solve _linalg_eigvals cholesky
+        geqrf linalg_pinv.atol_rtol_tensor
     """,
     _IMAGES_1D: """
         reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward
@@ -63,7 +63,8 @@ _NAMES: dict[Rule, str] = {
     _IMAGES_3D: """
         reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward avg_pool3d
         avg_pool3d_backward max_pool3d_with_indices max_pool3d_with_indices_backward _adaptive_avg_pool3d
-        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward pixel_shuffle pixel_unshuffle im2col
+        _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward pixel_shuffle
+        pixel_unshuffle im2col
     """,
     kept(batch_first=True, trailing=1): """
         upsample_nearest1d upsample_linear1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
@@ -138,7 +139,8 @@ _NAMES: dict[Rule, str] = {
     layers.convolution_backward: "convolution_backward",
     # Losses.
     losses.loss: """
-        mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits
+        mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+        binary_cross_entropy_with_logits
     """,
     losses.loss_backward: """
         mse_loss_backward smooth_l1_loss_backward huber_loss_backward soft_margin_loss_backward

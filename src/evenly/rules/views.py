@@ -199,12 +199,12 @@ def stretched(call: Call) -> Plan | None:
 
 
 def view_backward(call: Call) -> Plan | None:
-    """Puts a piece's gradient in zeros of the shape of all: gradients of ``select``, ``slice``, ``diagonal``, ``unfold``."""
+    """Gradients of ``select``, ``slice`` and ``diagonal``: that of a piece, among zeros in the shape of all."""
     subject = _subject(call)
     if subject is None:
         return None
     tensor, rows = subject
-    sizes = list(call["input_sizes" if "input_sizes" in call else "input_size"])
+    sizes = list(call["input_sizes"])
     ndim = len(sizes)
     names = [name for name in ("dim", "dim1", "dim2") if name in call]
     dims = [found[0] for name in names if (found := call.dims(name, ndim))]
@@ -218,8 +218,7 @@ def view_backward(call: Call) -> Plan | None:
     if dim in dims or dim >= ndim or sizes[dim] != rows.total:
         return None
     sizes[dim] = SizeOf(tensor, rows.dim)
-    name = "input_sizes" if "input_sizes" in call else "input_size"
-    return call.plan(rows.at(dim), **{name: sizes})
+    return call.plan(rows.at(dim), input_sizes=sizes)
 
 
 def scatter_view(call: Call) -> Plan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Shards:
     def gather(self, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """The whole tensor, here."""
         whole = torch.empty_strided(shape, stride, dtype=self.local.dtype, device=self.local.device)
-        pieces = whole.split(self.rows, self.dim)
+        pieces = torch.split(whole, list(self.rows), self.dim)
         with conjugation.respected():
             pieces[0].copy_(self.local)
         with self.team.lock:
@@ -114,10 +114,12 @@ class Pending:
 
     def value(self) -> Tensor:
         """Compute it. Done once."""
-        if self._found is None:
+        found = self._found
+        if found is None:
             args = [arg.value() if isinstance(arg, (Parts, Pending)) else arg for arg in self.args]
-            self._found, self.args = self.function(*args, **self.kwargs), ()
-        return self._found
+            found = self._found = cast("Tensor", self.function(*args, **self.kwargs))
+            self.args = ()
+        return found
 
 
 @dataclass(slots=True)

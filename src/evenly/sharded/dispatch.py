@@ -124,7 +124,7 @@ _SPECIAL: dict[Op, Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]] = {
 
 def _looks(value: Any, tensors: list[Tensor]) -> Hashable:
     """What a plan may depend on, of one argument; collects the tensors on the way."""
-    kind = cast("type", type(value))
+    kind: type[Any] = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is ShardedTensor:
         if value.shards is not None:
             tensors.append(value)
@@ -215,21 +215,11 @@ def _run(
     plan, template = step.plan, step.template
     lead = next(tensor for tensor in tensors if type(tensor) is ShardedTensor)
     replicas = len(cast("Shards", lead._content).rows)
-    local: list[Tensor] = []
-    handles: list[Handle] = []
     with team.lock:
+        local: list[Tensor] = []
+        handles: list[Handle] = []
         for position, how in step.sources:
-            tensor = tensors[position]
-            if type(tensor) is ShardedTensor:
-                shards = cast("Shards", tensor._content)
-                here, there = shards.local, shards.handle
-            elif how is None:
-                here, there = operands.whole(tensor, replicas, team)
-            elif isinstance(how, rules.Cut):
-                here, there = operands.cut(tensor, how.dim, how.rows, team)
-            else:
-                by = how.by if isinstance(how.by, int) else tensors[how.by.position].detach()
-                here, there = operands.whole(tensor.detach() / by, replicas, team)
+            here, there = _operand(tensors[position], how, tensors, replicas, team)
             local.append(here)
             handles.append(there)
         number = values.define(team, template, template)
@@ -243,24 +233,41 @@ def _run(
     results: list[Any] = [result] if isinstance(result, Tensor) else list(result)
     if not step.geometries:
         step.geometries = _geometries(function, plan, results, args, kwargs)
-    outputs: list[Any] = []
-    for position, kind in enumerate(plan.outputs):
-        shape, stride, offset = step.geometries[position]
-        here, there = results[position], remote[position]
-        if isinstance(kind, rules.Rows):
-            outputs.append(ShardedTensor(Shards(team, here, there, kind.dim, kind.rows), shape, stride, offset))
-        elif kind is not None:
-            parts = Parts(team, here, there, replicas, kind.combine, kind.weights)
-            outputs.append(ShardedTensor(parts, shape, stride, offset))
-        else:
-            outputs.append(None)
-    for kind, output in zip(plan.outputs, outputs, strict=True):
-        if isinstance(kind, rules.Parts) and kind.over is not None:
-            output.parts.over = outputs[kind.over].parts
+    outputs = [
+        _output(kind, here, there, geometry, replicas)
+        for kind, here, there, geometry in zip(plan.outputs, results, remote, step.geometries, strict=True)
+    ]
     if plan.view:
         for position, output in enumerate(outputs):
             output.become_view(args[0], again(function, args[1:], kwargs, position), copied=plan.copies)
+    for kind, output in zip(plan.outputs, outputs, strict=True):
+        if type(kind) is rules.Parts and kind.over is not None:
+            output.parts.over = outputs[kind.over].parts
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
+
+
+def _operand(
+    tensor: Tensor, how: rules.Cut | rules.Divided | None, tensors: list[Tensor], replicas: int, team: Team
+) -> tuple[Tensor, Handle]:
+    """What goes into a slot, here and in the replicas, where a plain tensor is put unless it is there already."""
+    if type(tensor) is ShardedTensor:
+        shards = cast("Shards", tensor._content)
+        return shards.local, shards.handle
+    if how is None:
+        return operands.whole(tensor, replicas, team)
+    if isinstance(how, rules.Cut):
+        return operands.cut(tensor, how.dim, how.rows, team)
+    by = how.by if isinstance(how.by, int) else tensors[how.by.position].detach()
+    return operands.whole(tensor.detach() / by, replicas, team)
+
+
+def _output(kind: Output, here: Tensor, there: Handle, geometry: Geometry, replicas: int) -> Any:
+    """A tensor around the results of all replicas."""
+    if kind is None:
+        return None
+    if isinstance(kind, rules.Rows):
+        return ShardedTensor(Shards(there.team, here, there, kind.dim, kind.rows), *geometry)
+    return ShardedTensor(Parts(there.team, here, there, replicas, kind.combine, kind.weights), *geometry)
 
 
 def _own(template: Template, local: list[Tensor], team: Team) -> Any:

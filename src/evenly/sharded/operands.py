@@ -48,7 +48,7 @@ _sent: dict[tuple[Any, ...], _Sent] = {}
 
 def cut(tensor: Tensor, dim: int, rows: tuple[int, ...], team: Team) -> tuple[Tensor, Handle]:
     """Rows of a plain tensor: the driver's, and those of the replicas there."""
-    own, *others = tensor.detach().split(rows, dim)
+    own, *others = torch.split(tensor.detach(), list(rows), dim)
     return own, _there(tensor, others, (id(tensor), id(team), dim, rows), team)
 
 
@@ -62,9 +62,9 @@ def whole(tensor: Tensor, replicas: int, team: Team) -> tuple[Tensor, Handle]:
 
 def _there(tensor: Tensor, pieces: Sequence[Tensor], key: tuple[Any, ...], team: Team) -> Handle:
     known = _sent.get(key)
-    if known is not None and known.owner() is tensor and known.generation == team.generation:
-        if all(_same(piece, copy) for piece, copy in zip(pieces, known.copies, strict=True)):
-            return known.handle
+    current = known is not None and known.owner() is tensor and known.generation == team.generation
+    if known is not None and current and all(map(_same, pieces, known.copies)):
+        return known.handle
     handle = values.put(team, pieces)
     if tensor.numel() * tensor.element_size() <= REMEMBERED_BYTES:
         distinct = {id(piece): piece.clone() for piece in pieces}

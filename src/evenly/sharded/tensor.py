@@ -16,13 +16,21 @@ from evenly.team.values import Handle
 if TYPE_CHECKING:
     from evenly.team.team import Team
 
+_Tensor = cast("Any", torch.Tensor)  # what torch says of its types is not all that there is
+_C = cast("Any", torch._C)
+
 Content: TypeAlias = "Shards | Parts | Pending | Window | Tensor"
 """Shards; parts, or a number that is computed from them; a piece across the shards; or, once something needed the
 whole in one place, a plain tensor."""
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor whose rows lie on several devices. It is used as the tensor of the whole batch that it stands for."""
+    """A tensor whose rows lie on several devices. It is used as the tensor of the whole batch that it stands for.
+
+    Args:
+        content: What it is made of.
+        shape, stride, offset: The geometry of the whole tensor, in elements.
+    """
 
     _content: Content
     # Everything that shares memory with this tensor, this one included; None as long as nothing else does.
@@ -32,11 +40,11 @@ class ShardedTensor(torch.Tensor):
     # What a plan may depend on.
     looks: tuple[Any, ...] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = _C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls,
+    def __new__(  # noqa: D102, PYI034 - a class method in all but name; see the class
+        cls: type[ShardedTensor],
         content: Shards | Parts | Pending | Window,
         shape: Sequence[int],
         stride: Sequence[int],
@@ -46,12 +54,12 @@ class ShardedTensor(torch.Tensor):
         dtype = sample.dtype
         self = cast(
             "ShardedTensor",
-            torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            _Tensor._make_wrapper_subclass(
                 cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
             ),
         )
         # Code in C++ that does not know of us would read memory that is not there: it gets an error instead.
-        torch._C._set_throw_on_mutable_data_ptr(self)  # pyright: ignore
+        _C._set_throw_on_mutable_data_ptr(self)
         self._content = content
         self._family = None
         self._recipe = None
@@ -145,7 +153,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain one on this device. Gradients flow through it."""
-        return cast("Tensor", _FullTensor.apply(self)) if self.requires_grad else self.plain().clone()
+        return cast("Any", _FullTensor).apply(self) if self.requires_grad else self.plain().clone()
 
     # ------------------------------------------------------------------ sharing memory
 
@@ -211,7 +219,7 @@ class ShardedTensor(torch.Tensor):
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As for a plain tensor."""
-        return torch.Tensor.data.__get__(self)  # pyright: ignore
+        return cast("Tensor", _Tensor.data.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -261,20 +269,20 @@ class ShardedTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """As for a plain tensor."""
-        return plain(self.detach()).tolist()
+        return cast("Any", plain(self.detach())).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """As for a plain tensor. The array shares memory with this tensor, which is gathered for good."""
         if not force and self.requires_grad:
             return torch.empty(0, requires_grad=True).numpy()  # raises what a plain tensor raises
-        return self.settle().numpy(force=force)
+        return cast("Any", self.settle()).numpy(force=force)
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.settle().requires_grad_(self.requires_grad and self.is_leaf).__dlpack__(**options)
+        return self.settle().detach().requires_grad_(self.requires_grad and self.is_leaf).__dlpack__(**options)
 
     def data_ptr(self) -> int:
         """Address of the whole tensor, which is gathered for good."""
@@ -282,11 +290,11 @@ class ShardedTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Memory of the whole tensor, which is gathered for good."""
-        return self.settle().untyped_storage()
+        return cast("Any", self.settle()).untyped_storage()
 
     def storage(self) -> torch.TypedStorage:
         """Memory of the whole tensor, which is gathered for good."""
-        return self.settle().storage()
+        return cast("Any", self.settle()).storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
@@ -300,7 +308,8 @@ class ShardedTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return plain(self.detach()).clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        copy = plain(self.detach()).clone().requires_grad_(self.requires_grad)
+        return cast("Any", copy).__reduce_ex__(protocol)
 
     # ------------------------------------------------------------------ as an argument of a wrapped model
 
@@ -312,14 +321,14 @@ class ShardedTensor(torch.Tensor):
         shards = self.shards
         if shards is not None and replica == 0 and shards.rows == rows and shards.dim == dim:
             return shards.local
-        return plain(self.detach()).split(rows, dim)[replica]
+        return torch.split(plain(self.detach()), list(rows), dim)[replica]
 
 
 # A compiler that looks into the calls of a compiled function should not look into ours.
-_SKIP = torch._C._dynamo.eval_frame._FrameAction.SKIP  # pyright: ignore
-torch._C._dynamo.eval_frame.set_code_exec_strategy(  # pyright: ignore
-    ShardedTensor.__torch_dispatch__.__func__.__code__,  # pyright: ignore
-    torch._C._dynamo.eval_frame._FrameExecStrategy(_SKIP, _SKIP),  # pyright: ignore
+_FRAMES = _C._dynamo.eval_frame
+_FRAMES.set_code_exec_strategy(
+    cast("Any", ShardedTensor.__torch_dispatch__).__func__.__code__,
+    _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, _FRAMES._FrameAction.SKIP),
 )
 
 

@@ -51,7 +51,7 @@ def _near(function: Op, shards: Shards | None, rest: tuple[Any, ...]) -> Tensor 
     if function is aten.select.int:
         return shards.local if 0 <= where[0] < mine else None
     start, end = (*where, None, None)[:2]
-    return shards.local if 0 <= (start or 0) and end is not None and 0 <= end <= mine else None
+    return shards.local if (start or 0) >= 0 and end is not None and 0 <= end <= mine else None
 
 
 def again(function: Op, rest: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> Any:
