@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -384,7 +385,7 @@ class Replica:
         if dtype >= 0:
             copy.to(protocol.DTYPES[dtype])
             tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
-        with applied(context, self.context), torch.no_grad(), self._interruptible():
+        with applied(context, self.context), torch.no_grad(), _unheard(), self._interruptible():
             self.context = context
             outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
@@ -466,6 +467,18 @@ class _Values(dict[int, Tensor]):
 
 
 _index = 0
+
+
+@contextlib.contextmanager
+def _unheard() -> Generator[None]:
+    """Nobody shall hear of what is only tried: what it prints, what it warns of."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def inside_replica() -> bool:
