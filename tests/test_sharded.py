@@ -599,6 +599,21 @@ def test_cross_entropy_over_a_large_vocabulary_never_gathers_the_logits(team):
     same(run(x.requires_grad_()), (losses, gradient))
 
 
+def test_looking_at_rows_leaves_the_rest_where_it_is(team):
+    out = shard(team, numbers(7, 3))
+    first, some, rows = out[0], out[1:5], list(out)
+    assert out.shards is not None
+    same([numbers(7, 3)[0], numbers(7, 3)[1:5], *numbers(7, 3)], [first, some, *rows])
+    gathered.clear()
+    assert out[0].sum().item() == pytest.approx(numbers(7, 3)[0].sum().item())
+    assert not gathered  # the driver's own rows
+    out += 1
+    assert out.shards is not None
+    same([numbers(7, 3)[0] + 1, numbers(7, 3)[1:5] + 1], [first, some])
+    some[0] = 5
+    same(out[1], torch.full((3,), 5.0, dtype=torch.float64))
+
+
 def test_large_gathers_are_named_once(team, monkeypatch):
     monkeypatch.setattr(gathering, "_warned", set())
     out = shard(team, numbers(6, 100_000, dtype=torch.float32))

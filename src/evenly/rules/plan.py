@@ -178,6 +178,10 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
 
+    def get(self, name: str) -> Any:
+        """An argument, or None if the operation has none of that name."""
+        return self._values.get(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

@@ -9,14 +9,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
 _Key = torch._C.DispatchKey
-
-
-def is_lazy(tensor: Tensor) -> bool:
-    """Whether the bytes of ``tensor`` are not its values."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def respected() -> AbstractContextManager[object]:

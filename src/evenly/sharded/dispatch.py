@@ -18,11 +18,13 @@ from evenly.rules.plan import Op, Operand, Output, Plan, aten
 from evenly.sharded import conjugation, operands
 from evenly.sharded.arguments import mapped
 from evenly.sharded.content import Parts, Shards
-from evenly.sharded.gathering import SHAPE_ONLY, run_gathered
+from evenly.sharded.gathering import SHAPE_ONLY, note, run_gathered
 from evenly.sharded.geometry import stand_in, whole_geometry
 from evenly.sharded.numbers import NUMBERS, NUMBERS_IN_PLACE, pending
 from evenly.sharded.tensor import ShardedTensor
+from evenly.sharded.windows import again, run_window
 from evenly.team import values
+from evenly.team.context import threads_per_replica
 from evenly.team.protocol import can_travel
 from evenly.team.template import SizeOf, Slot, Template
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from evenly.team.team import Team
     from evenly.team.values import Handle
 
-_SAME_CONTENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 _STEPS = 4096
@@ -71,14 +72,11 @@ class _NoPlanError(Exception):
 
 def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation of which at least one argument is a :class:`ShardedTensor`."""
-    if function in _SAME_CONTENT:
-        return cast("ShardedTensor", args[0]).alias()
-    if function in NUMBERS or function in NUMBERS_IN_PLACE:
-        number = pending(function, args, kwargs)
-        if number is not None:
-            return number
-    if function in SHAPE_ONLY and cast("ShardedTensor", args[0]).shards is None:
-        return run_gathered(function, args, kwargs)
+    special = _SPECIAL.get(function)
+    if special is not None:
+        result = special(function, args, kwargs)
+        if result is not None:
+            return result
     tensors: list[Tensor] = []
     try:
         key: Hashable = (function, *[_looks(arg, tensors) for arg in args])
@@ -97,7 +95,28 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return _run(function, step, tensors, team, args, kwargs)
     if team is not None and function.has_kernel_for_dispatch_key(_COMPOSITE):
         return function.decompose(*args, **kwargs)  # in inference mode they are not taken apart before they come here
+    if function.is_view and not cast("ShardedTensor", args[0]).is_plain:
+        result, size = run_window(function, args, kwargs)
+        note(function.name(), size)
+        return result
     return run_gathered(function, args, kwargs)
+
+
+def _same(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    del function, kwargs
+    return cast("ShardedTensor", args[0]).alias()
+
+
+def _shape_only(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return None if cast("ShardedTensor", args[0]).shards else run_gathered(function, args, kwargs)
+
+
+_SPECIAL: dict[Op, Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys(SHAPE_ONLY, _shape_only),
+    **dict.fromkeys((*NUMBERS, *NUMBERS_IN_PLACE), pending),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same),
+}
+"""What is looked at before any rule; a result of None leaves the operation to the rules."""
 
 
 # ---------------------------------------------------------------------- what a call looks like
@@ -216,11 +235,7 @@ def _run(
         number = values.define(team, template, template)
         remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
         with values.only_one_report(team, replicas):
-            if any(map(conjugation.is_lazy, local)):
-                with conjugation.respected():
-                    result = template.run(local)
-            else:
-                result = template.run(local)
+            result = _own(template, local, team)
     if plan.in_place:
         target = cast("ShardedTensor", args[0])
         target.written()
@@ -244,8 +259,25 @@ def _run(
             output.parts.over = outputs[kind.over].parts
     if plan.view:
         for position, output in enumerate(outputs):
-            output.become_view(args[0], _again(args, kwargs, function, position), copied=plan.copies)
+            output.become_view(args[0], again(function, args[1:], kwargs, position), copied=plan.copies)
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
+
+
+def _own(template: Template, local: list[Tensor], team: Team) -> Any:
+    """The driver's part, with its share of the cores: the replicas compute at the same time."""
+    threads = torch.get_num_threads()
+    share = threads if threads == 1 else threads_per_replica(team.size)
+    try:
+        if share != threads:
+            torch.set_num_threads(share)
+        for tensor in local:
+            if tensor.is_conj() or tensor.is_neg():
+                with conjugation.respected():
+                    return template.run(local)
+        return template.run(local)
+    finally:
+        if share != threads:
+            torch.set_num_threads(threads)
 
 
 def _geometries(
@@ -263,13 +295,3 @@ def _geometry(kind: Output, result: Any) -> Geometry:
     if isinstance(kind, rules.Rows):
         return (*whole_geometry(result, kind.dim, kind.rows), 0)
     return ((), (), 0) if kind is None else (result.shape, result.stride(), 0)
-
-
-def _again(args: tuple[Any, ...], kwargs: dict[str, Any], function: Op, position: int) -> Callable[[Tensor], Tensor]:
-    """How to make a view again, from the tensor that it is a view of."""
-
-    def again(base: Tensor) -> Tensor:
-        found = function(base, *args[1:], **kwargs)
-        return found if isinstance(found, Tensor) else found[position]
-
-    return again

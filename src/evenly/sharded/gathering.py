@@ -75,8 +75,7 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             mapped(arg, whole, names[position] in aliased, shape_only) for position, arg in enumerate(args)
         )
         whole_kwargs = {name: mapped(value, whole, name in aliased, False) for name, value in kwargs.items()}
-        if size:
-            _note(function.name(), size)
+        note(function.name(), size)
         result = function(*whole_args, **whole_kwargs)
     if not schema.is_mutable:
         return result
@@ -92,7 +91,10 @@ def _as_given(result: Any, used: list[tuple[ShardedTensor, Tensor]]) -> Any:
     return next((given for given, settled in used if settled is result), result)
 
 
-def _note(name: str, size: int) -> None:
+def note(name: str, size: int) -> None:
+    """Count an operation that gathered ``size`` bytes, and warn if that is much."""
+    if not size:
+        return
     gathered[name] += 1
     if size > LARGE_BYTES and name not in _warned:
         _warned.add(name)

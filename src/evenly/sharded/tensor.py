@@ -179,6 +179,11 @@ class ShardedTensor(torch.Tensor):
         return other
 
     @property
+    def writes(self) -> int:
+        """How often the memory that this tensor shares has been written to."""
+        return 0 if self._family is None else self._family.writes
+
+    @property
     def has_copies(self) -> bool:
         """Whether a write to this tensor would be missed by one that should see it."""
         return self._family is not None and self._family.copies

@@ -27,7 +27,7 @@ from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
-from evenly.team.context import Context, RandomState, applied, seed
+from evenly.team.context import Context, RandomState, applied, seed, threads_per_replica
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward, differentiate
 from evenly.team.group import Group
@@ -505,6 +505,8 @@ def main(sock: int, memory: int, last_words: int, index: int, count: int) -> Non
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
+    # Until a call says otherwise: more threads than cores would only wait for each other.
+    torch.set_num_threads(threads_per_replica(count))
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
         replica.loop()

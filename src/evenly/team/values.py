@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from evenly.team.protocol import Command, encode, receive_tensor, wire_form
+from evenly.team.protocol import DTYPE_NUMBER, Command, encode, receive_tensor, wire_form
 from evenly.team.template import Template
 from evenly.team.tracebacks import users_line
 
@@ -45,11 +45,17 @@ class Handle:
         return self.number
 
 
+MOST_DEFINITIONS = 8192
+"""Operations that are remembered. Sizes that change with every batch make new ones for ever."""
+
+
 def define(team: Team, key: Hashable, template: Template) -> int:
     """The number of an operation; the replicas are told of it when it is new."""
     known = team.definitions
     number = known.get(key)
     if number is None:
+        if len(known) >= MOST_DEFINITIONS:
+            known.clear()  # the replicas forget the old ones as the numbers are given again
         number = len(known)
         team.broadcast(team.size, int(Command.DEFINE), number, template.dumps())
         known[key] = number  # not before all have been told
@@ -144,7 +150,8 @@ def rename(team: Team, replica: int, old: int, new: int) -> None:
 
 
 def _take(team: Team, replica: int, spec: tuple[Any, ...], target: Tensor | None) -> Tensor:
-    if target is not None and len(spec) == 2 and target.is_contiguous() and target.shape == spec[1]:  # noqa: PLR2004
+    same_bytes = target is not None and DTYPE_NUMBER[target.dtype] == spec[0] and target.shape == spec[1]
+    if target is not None and same_bytes and len(spec) == 2 and target.is_contiguous():  # noqa: PLR2004
         team.receive_into(replica, target)
         return target
     tensor = receive_tensor(team.channel(replica), spec)
