@@ -203,4 +203,5 @@ def test_a_module_that_cannot_be_imported_there_is_named(tmp_path):
     ],
 )
 def test_an_interpreter_that_cannot_be_run(executable, reason, tmp_path):
-    expect_failure(TRAINS.replace("model = ", f"import sys; sys.executable = {executable!r}\nmodel = "), tmp_path, reason)
+    source = TRAINS.replace("model = ", f"import sys; sys.executable = {executable!r}\nmodel = ")
+    expect_failure(source, tmp_path, reason)

@@ -37,7 +37,7 @@ def all_of(count, work):
         try:
             together.wait()
             results[number] = work(number)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
@@ -110,7 +110,7 @@ def in_child(work):
     if pid == 0:
         try:
             answer = str(work())
-        except BaseException:  # noqa: BLE001
+        except BaseException:
             answer = traceback.format_exc()
         os.write(theirs, answer.encode())
         os._exit(0)
