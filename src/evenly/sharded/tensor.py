@@ -139,11 +139,11 @@ class ShardedTensor(torch.Tensor):
         for member in [self] if self._family is None else self._family.living():
             if not isinstance(member._content, Tensor):
                 # A view's base stands before it, and so has been settled already.
-                base, again = member._base(first_alias)
+                base, again = member._made_from(first_alias)
                 member._content = member.plain() if base is member else again(plain(base))
         return cast("Tensor", self._content)
 
-    def _base(self, first_alias: dict[int, ShardedTensor]) -> tuple[ShardedTensor, Again]:
+    def _made_from(self, first_alias: dict[int, ShardedTensor]) -> tuple[ShardedTensor, Again]:
         """What this is made from; itself, if it is no view. When a tensor is gone its first alias takes its place."""
         base, again = self._recipe or (self, _itself)
         if isinstance(base, ShardedTensor):
@@ -278,11 +278,13 @@ class ShardedTensor(torch.Tensor):
         return cast("Any", self.settle()).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        array = self.numpy()
+        array: Any = self.numpy()
         return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.settle().detach().requires_grad_(self.requires_grad and self.is_leaf).__dlpack__(**options)
+        return cast("Any", self.settle().detach().requires_grad_(self.requires_grad and self.is_leaf)).__dlpack__(
+            **options
+        )
 
     def data_ptr(self) -> int:
         """Address of the whole tensor, which is gathered for good."""

@@ -116,13 +116,14 @@ def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
 
 def receive_tensor(channel: Channel, spec: TensorSpec) -> Tensor:
     """The next tensor of a frame, in memory of its own."""
-    dtype, shape = DTYPES[spec[0]], spec[1]
-    if len(spec) > 2 and spec[2] is not None:
-        tensor = torch.empty_strided(shape, spec[2], dtype=dtype)
+    number, shape, *more = spec
+    stride, expanded = (*more, None, None)[:2]
+    if stride is None:
+        tensor = torch.empty(shape, dtype=DTYPES[number])
     else:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty_strided(shape, stride, dtype=DTYPES[number])
     channel.receive_into(tensor)
-    return tensor.expand(spec[3]) if len(spec) > 3 else tensor
+    return tensor if expanded is None else tensor.expand(expanded)
 
 
 def wire_forms(tensors: Sequence[Tensor]) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
