@@ -279,7 +279,7 @@ def test_descriptors_are_claimed_by_token_and_those_of_tokens_before_are_closed(
         sent(driver, 1001, "c")
         a, b = replica.claim_descriptors(1000)
         (c,) = replica.claim_descriptors(1001)
-        assert [os.readlink(f"/proc/self/fd/{found}") for found in (a, b, c)] == [str(tmp_path / n) for n in "abc"]
+        assert [Path(f"/proc/self/fd/{found}").readlink() for found in (a, b, c)] == [tmp_path / n for n in "abc"]
         assert not any(os.get_inheritable(found) for found in (a, b, c))
         for found in (a, b, c):
             os.close(found)

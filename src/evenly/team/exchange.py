@@ -98,8 +98,8 @@ class Exchange:
             ExchangeError: Another replica has ended its forward or backward, or brought another shape.
         """
         flat = tensor.detach().contiguous().view(-1)
-        pieces = flat.split(max(1, (CAPACITY_BYTES - _WORD_BYTES) // max(flat.element_size(), 1)))
-        summed = [self._sum_piece(piece) for piece in pieces]
+        most = max(1, (CAPACITY_BYTES - _WORD_BYTES) // max(flat.element_size(), 1))
+        summed = [self._sum_piece(flat[start : start + most]) for start in range(0, flat.numel(), most)]
         return torch.cat(summed).view(tensor.shape) if summed else flat.view(tensor.shape)
 
     def _sum_piece(self, piece: Tensor) -> Tensor:

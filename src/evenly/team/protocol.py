@@ -115,13 +115,12 @@ def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
 
 def receive_tensor(channel: Channel, spec: TensorSpec) -> Tensor:
     """The next tensor of a frame, in memory of its own."""
-    dtype, shape = DTYPES[spec[0]], spec[1]
-    if len(spec) > 2 and spec[2] is not None:
-        tensor = torch.empty_strided(shape, spec[2], dtype=dtype)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
+    number, shape, *more = spec
+    stride, whole_shape = (*more, None, None)[:2]
+    dtype = DTYPES[int(number)]
+    tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
     channel.receive_into(tensor)
-    return tensor.expand(spec[3]) if len(spec) > 3 else tensor
+    return tensor if whole_shape is None else tensor.expand(whole_shape)
 
 
 def wire_forms(tensors: Sequence[Tensor]) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:

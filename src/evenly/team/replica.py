@@ -133,7 +133,7 @@ class Replica:
                     self.store.failure = (failure, "", 0)
 
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
-        self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
+        self.channel.send(encode(cast("Any", (int(Status.DONE), *values))), tensors or ())
 
     def _refuse(self, command: int, arguments: list[Any]) -> None:
         """See to it that no other replica waits for this one in a forward or backward that it does not run."""
@@ -424,16 +424,15 @@ def main(sock: int, memory: int, last_words: int, index: int, count: int) -> Non
     # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
     signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
     # What the user's code prints shall appear at once, and whatever happens to this process.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    with contextlib.suppress(AttributeError):  # there may be none, or another program's
+        cast("Any", sys.stdout).reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
     # Until a call says otherwise: more threads than cores would only wait for each other.
     torch.set_num_threads(threads_per_replica(count))
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
         replica.loop()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    with contextlib.suppress(AttributeError, OSError):
+        cast("Any", sys.stdout).flush()
     # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.
     os._exit(0)
