@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from evenly.team.protocol import can_travel, receive_tensor, wire_form
 
 if TYPE_CHECKING:
     from evenly.team.wire import Channel
+
+
+# Private to torch, and untyped.
+_flatten: Callable[[Sequence[Tensor]], Tensor] = cast("Any", torch)._utils._flatten_dense_tensors
+_unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = cast("Any", torch)._utils._unflatten_dense_tensors
 
 
 class Buffers:

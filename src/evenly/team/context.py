@@ -50,9 +50,11 @@ _GLOBALS = slice(5, None)
 @contextlib.contextmanager
 def applied(context: Context, previous: Context | None) -> Generator[None]:
     """Run a block in ``context``. Process-wide settings stay set; those that ``previous`` set alike are left alone."""
-    grad, inference, autocast, autocast_dtype, cache, dtype, deterministic, warn_only, precision, threads = context
+    grad, inference, autocast, autocast_dtype, cache, default_dtype, deterministic, warn_only, precision, threads = (
+        context
+    )
     if previous is None or context[_GLOBALS] != previous[_GLOBALS]:
-        torch.set_default_dtype(DTYPES[dtype])
+        torch.set_default_dtype(DTYPES[int(default_dtype)])
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
@@ -60,7 +62,7 @@ def applied(context: Context, previous: Context | None) -> Generator[None]:
         if inference:
             stack.enter_context(torch.inference_mode())
         if autocast or not cache:
-            dtype = DTYPES[autocast_dtype]
+            dtype = DTYPES[int(autocast_dtype)]
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast, cache_enabled=cache))
         with torch.set_grad_enabled(grad):
             yield

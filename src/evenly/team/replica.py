@@ -133,7 +133,7 @@ class Replica:
                     self.store.failure = (failure, "", 0)
 
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
-        self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
+        self.channel.send(encode(cast("Any", (int(Status.DONE), *values))), tensors or ())
 
     def _refuse(self, command: int, arguments: list[Any]) -> None:
         """See to it that no other replica waits for this one in a forward or backward that it does not run."""
