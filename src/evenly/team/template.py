@@ -63,14 +63,6 @@ class Template:
         return cls(function, args, kwargs)
 
 
-def key_of(value: Any) -> Hashable:
-    """A hashable key of one argument; values of different type that compare equal (1, 1.0, True) differ."""
-    if isinstance(value, (list, tuple)):
-        items = cast("list[Any]", value)
-        return (type(items), *map(key_of, items))
-    return (cast("type[Any]", type(value)), value)
-
-
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
     if type(value) is Slot:
         return tensors[value]
