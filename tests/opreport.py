@@ -19,7 +19,8 @@ HEADER = """\
 
 Written by `python tests/opreport.py`, from PyTorch's own samples of its operations (PyTorch {version}); a test checks
 that it is up to date. Each sample runs with its first tensor dealt out unevenly over replicas along the first
-dimension, and with all that are as long; values, shapes, dtypes, strides, gradients and errors are those of plain tensors.
+dimension, and with all that are as long; values, shapes, dtypes, strides, gradients and errors are those of plain
+tensors.
 
 | operations | |
 |---|---|
