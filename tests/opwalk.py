@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Variant:
     dtype: torch.dtype | None = None
 
 
-MOST_SAMPLES = 200
+MOST_SAMPLES = 100
 """Of which to choose: some operations have more than a thousand, and making them takes longer than running a few."""
 
 
@@ -159,13 +160,15 @@ def _first(sample: Any, dim: int = 0) -> Tensor | None:
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
     """The same random numbers every time."""
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    random.seed(0)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+    state, seed = torch.get_rng_state(), torch.default_generator.manual_seed
+    # For devices that are not there yet `torch.manual_seed` remembers who asked, which takes longer than the sample.
+    with mock.patch.object(torch, "manual_seed", seed):
+        seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
 
 
 def compare(team: Team, function: Callable[..., Any], sample: Any, variant: Variant, outcome: Outcome) -> None:

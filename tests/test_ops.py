@@ -17,7 +17,7 @@ from sharding import team_of
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ops.md"
 ON_TWO = (
     Variant(3),
-    Variant(3, all_aligned=True),
+    Variant(2, all_aligned=True),
     Variant(1, dim=1),
     Variant(1, how="in_place"),
     Variant(1, how="out", backward=False),

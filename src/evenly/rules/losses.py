@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from evenly.rules.plan import Call, Cut, Divided, Operand, Parts, Plan, Rows
 from evenly.rules.pointwise import align, pointwise
@@ -70,7 +72,24 @@ def nll(call: Call) -> Plan | None:
     (rows, cuts), kind = found, call["reduction"]
     if kind == NONE:
         return call.plan(rows, Parts(), cuts=cuts)
-    return call.plan(Parts(over=1 if kind == MEAN else None), Parts(), cuts=cuts, reduction=SUM)
+    total = Parts(early=_weight_of_targets(call))
+    return call.plan(Parts(over=1 if kind == MEAN else None), total, cuts=cuts, reduction=SUM)
+
+
+def _weight_of_targets(call: Call) -> Callable[[Sequence[Tensor]], Tensor] | None:
+    """What all targets weigh together, if they are on the driver: their number, without class weights."""
+    target, weight, ignored, dtype = call["target"], call["weight"], call["ignore_index"], call["self"].dtype
+    if target.rows is not None:
+        return None
+
+    def total(operands: Sequence[Tensor]) -> Tensor:
+        targets: Any = operands[target.position]
+        valid: Any = targets != ignored
+        if weight is None:
+            return valid.sum().to(dtype)
+        return (operands[weight.position][targets.where(valid, 0)] * valid).sum().to(dtype)
+
+    return total
 
 
 def nll_backward(call: Call) -> Plan | None:

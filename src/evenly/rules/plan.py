@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -45,11 +45,14 @@ class Parts:
         combine: How parts become the value: a function, or its name in :data:`COMBINE`.
         weights: What each part counts in a sum; all 1 if None.
         over: Position of the result that the sum of the parts is to be divided by.
+        early: Computes the value from the operands alone (by position), where all that it needs is on the driver: then
+            nobody has to wait for the replicas.
     """
 
     combine: str | Combine = "sum"
     weights: tuple[float, ...] | None = None
     over: int | None = None
+    early: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 Output: TypeAlias = Rows | Parts | None

@@ -84,6 +84,10 @@ class Parts:
             self._found = totals[0].to(self.local.dtype)
         return self._found
 
+    def settle(self, value: Tensor) -> None:
+        """Take a value that was found in another way than by adding up."""
+        self._found = value
+
     def _total(self, remote: list[Tensor]) -> Tensor:
         parts = [self.local, *remote]
         if self.local.dtype in (torch.float16, torch.bfloat16):

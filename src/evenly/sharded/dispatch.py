@@ -241,8 +241,11 @@ def _run(
         for position, output in enumerate(outputs):
             output.become_view(args[0], again(function, args[1:], kwargs, position), copied=plan.copies)
     for kind, output in zip(plan.outputs, outputs, strict=True):
-        if type(kind) is rules.Parts and kind.over is not None:
-            output.parts.over = outputs[kind.over].parts
+        if type(kind) is rules.Parts:
+            if kind.over is not None:
+                output.parts.over = outputs[kind.over].parts
+            if kind.early is not None:
+                output.parts.settle(kind.early(tensors))
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
 
 

@@ -274,7 +274,7 @@ class ShardedTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """As for a plain tensor. The array shares memory with this tensor, which is gathered for good."""
         if not force and self.requires_grad:
-            return torch.empty(0, requires_grad=True).numpy()  # raises what a plain tensor raises
+            return cast("Any", torch.empty(0, requires_grad=True)).numpy()  # raises what a plain tensor raises
         return cast("Any", self.settle()).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -282,9 +282,8 @@ class ShardedTensor(torch.Tensor):
         return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __dlpack__(self, **options: Any) -> Any:
-        return cast("Any", self.settle().detach().requires_grad_(self.requires_grad and self.is_leaf)).__dlpack__(
-            **options
-        )
+        shared: Any = self.settle().detach().requires_grad_(self.requires_grad and self.is_leaf)
+        return shared.__dlpack__(**options)
 
     def data_ptr(self) -> int:
         """Address of the whole tensor, which is gathered for good."""
