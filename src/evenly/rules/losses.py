@@ -81,13 +81,14 @@ def _weight_of_targets(call: Call) -> Callable[[Sequence[Tensor]], Tensor] | Non
     target, weight, ignored, dtype = call["target"], call["weight"], call["ignore_index"], call["self"].dtype
     if target.rows is not None:
         return None
+    target_at, weight_at = int(target.position), None if weight is None else int(weight.position)
 
     def total(operands: Sequence[Tensor]) -> Tensor:
-        targets: Any = operands[target.position]
-        valid: Any = targets != ignored
-        if weight is None:
+        targets = operands[target_at]
+        valid = targets != ignored
+        if weight_at is None:
             return valid.sum().to(dtype)
-        return (operands[weight.position][targets.where(valid, 0)] * valid).sum().to(dtype)
+        return (operands[weight_at][targets.where(valid, 0)] * valid).sum().to(dtype)
 
     return total
 
