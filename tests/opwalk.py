@@ -141,7 +141,7 @@ def samples(op: OpInfo, dtype: torch.dtype, variant: Variant, *, requires_grad: 
         found = [
             sample
             for sample in itertools.islice(
-                op.sample_inputs("cpu", dtype, requires_grad=requires_grad), max(MOST_SAMPLES, variant.samples)
+                op.sample_inputs_func(op, "cpu", dtype, requires_grad), max(MOST_SAMPLES, variant.samples)
             )
             if _first(sample, variant.dim) is not None and not (variant.how == "in_place" and sample.broadcasts_input)
         ]
