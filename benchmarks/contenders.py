@@ -142,7 +142,7 @@ class ThreadedDataParallel(nn.Module):
             torch.set_num_threads(1)
             try:
                 outputs[index] = replicas[index](shards[index])
-            except Exception as error:  # noqa: BLE001 - raised again below
+            except Exception as error:
                 outputs[index] = error
 
         threads = [threading.Thread(target=run, args=(index,)) for index in range(self.replicas)]

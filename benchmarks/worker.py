@@ -109,7 +109,7 @@ def main() -> None:
             command = json.loads(line)
             try:
                 answer = {"value": getattr(worker, command.pop("do"))(**command)}
-            except Exception:  # noqa: BLE001 - the other side decides
+            except Exception:
                 answer = {"error": traceback.format_exc()}
             answers.write(json.dumps(answer) + "\n")
         if kind == "ddp":

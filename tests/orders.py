@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from evenly import DataParallel
-from evenly.team.replica import inside_replica
+from evenly.team.presence import inside_replica
 
 BOUND_SECONDS = 2.0
 """Within this a death must be known, and everything gone after the driver's own."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from evenly.sharded import ShardedTensor, Shards
 from evenly.team import values
-from evenly.team.team import Team, team_for
+from evenly.team.team import Team
+from evenly.team.teams import team_for
 
 
 def team_of(replicas: int) -> Team:

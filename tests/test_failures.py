@@ -24,6 +24,7 @@ def model():
     model(X)
     # pytest keeps what a fixture gives until after the check that nothing is left.
     yield weakref.proxy(model)
+    del model
 
 
 def held_by_replica(model):

@@ -263,6 +263,16 @@ def test_a_loss_that_is_neither_mean_nor_sum_is_refused():
     compare(model(rows(5)), model.module(rows(5)))
 
 
+def test_a_loss_of_zero_that_may_be_a_mean_or_a_sum_is_not_differentiated():
+    model = wrap(Net(lambda h: (h - h.detach()).sum()))
+    loss = model(rows(5))
+    assert loss.item() == 0
+    with pytest.raises(ValueError, match=r"output .*0 for all rows.*scalar_outputs"):
+        loss.backward()
+    check(lambda h: (h - h.detach()).sum(), scalar_outputs="sum")
+    check(lambda h: (h - h.detach()).mean(), scalar_outputs="mean")
+
+
 def test_statistics_over_the_rows_are_refused():
     model = wrap(Net(lambda h: (h - h.mean(0)) / h.std(0)))
     with pytest.raises(ValueError, match=r"output .*depend on the other rows"):

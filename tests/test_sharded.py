@@ -272,7 +272,7 @@ def _write(statement: str) -> Callable[[Tensor], Any]:
     def run(x: Tensor) -> Any:
         scope: dict[str, Any] = {"x": x, "torch": torch, "mask": torch.arange(len(x)) % 2 == 0}
         scope["before"] = x + 0
-        exec(statement, scope)  # noqa: S102 - the statement is the example
+        exec(statement, scope)
         return [x, *(value for name, value in sorted(scope.items()) if name in "abcdef")]
 
     return run
@@ -377,7 +377,7 @@ def test_writing_is_seen_by_all_that_share_the_memory(team, statement):
 def test_gradients_flow_through_writes(team, statement):
     def run(x: Tensor) -> Any:
         y = x * 2
-        exec(statement, {"y": y, "mask": torch.arange(len(x)) % 2 == 0})  # noqa: S102 - the statement is the example
+        exec(statement, {"y": y, "mask": torch.arange(len(x)) % 2 == 0})
         (y**2).sum().backward()
         return y, x.grad
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def beside(function, *arguments):
     def run():
         try:
             function(*arguments)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             failure.append(error)
 
     thread = threading.Thread(target=run)
@@ -153,7 +154,7 @@ def test_what_was_written_before_the_end_was_closed_can_still_be_read():
 
 
 def test_a_long_wait_looks_around_now_and_then():
-    class Pointless(Exception):  # noqa: N818
+    class Pointless(Exception):
         pass
 
     def watch():
@@ -181,7 +182,7 @@ def test_taking_more_than_the_frame_has_is_refused():
 # ---------------------------------------------------------------------- interruptions
 
 
-class CtrlC(Exception):  # noqa: N818
+class CtrlC(Exception):
     pass
 
 
@@ -258,6 +259,10 @@ def test_a_writer_interrupted_at_any_line_knows_whether_its_frame_is_whole():
 # ---------------------------------------------------------------------- descriptors
 
 
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_descriptors_are_claimed_by_token_and_those_of_tokens_before_are_closed(tmp_path):
     def sent(channel, token, *names):
         descriptors = [os.open(tmp_path / name, os.O_CREAT | os.O_RDWR) for name in names]
@@ -266,7 +271,7 @@ def test_descriptors_are_claimed_by_token_and_those_of_tokens_before_are_closed(
             os.close(descriptor)
 
     with ends() as (driver, replica):
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         for token in range(300):  # of frames that never came
             sent(driver, token, "unwanted")
             replica.take_descriptors()
@@ -274,11 +279,11 @@ def test_descriptors_are_claimed_by_token_and_those_of_tokens_before_are_closed(
         sent(driver, 1001, "c")
         a, b = replica.claim_descriptors(1000)
         (c,) = replica.claim_descriptors(1001)
-        assert [os.readlink(f"/proc/self/fd/{found}") for found in (a, b, c)] == [str(tmp_path / n) for n in "abc"]
+        assert [Path(f"/proc/self/fd/{found}").readlink() for found in (a, b, c)] == [tmp_path / n for n in "abc"]
         assert not any(os.get_inheritable(found) for found in (a, b, c))
         for found in (a, b, c):
             os.close(found)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
         with pytest.raises(LookupError, match="no descriptors came with token 7"):
             replica.claim_descriptors(7)
 
@@ -293,12 +298,12 @@ def test_descriptors_arrive_among_wake_ups():
 
 def test_descriptors_that_nobody_claimed_are_closed_with_the_channel():
     with ends() as (driver, replica):
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         driver.send_descriptors(1, (0, 0))
         replica.take_descriptors()
-        assert len(os.listdir("/proc/self/fd")) == before + 2
+        assert open_descriptors() == before + 2
         replica.close()
-        assert len(os.listdir("/proc/self/fd")) == before - 1
+        assert open_descriptors() == before - 1
 
 
 def test_an_interruption_is_seen_at_the_other_end():

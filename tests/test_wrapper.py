@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import evenly
 from evenly import DataParallel
@@ -71,6 +72,22 @@ def test_a_wrapper_around_a_module_that_holds_a_wrapper():
     inner = Net()
     model = wrap(nn.Sequential(wrap(inner), nn.Linear(2, 1)))
     compare(model(rows(5)), model.module[1](inner(rows(5))))
+
+
+def test_a_wrapper_inside_of_a_checkpoint_inside_of_a_wrapper():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = wrap(Net())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = wrap(Checkpointed())
+    model(rows(5)).square().sum().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    expected = model.module.inner.module(rows(5)).square().sum()
+    compare(found, list(torch.autograd.grad(expected, list(model.parameters()))))
 
 
 def test_states_go_both_ways_under_clean_names():

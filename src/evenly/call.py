@@ -200,7 +200,7 @@ class Call:
         try:
             answer = answers.read(unpack(outline, tensors), metas)
             for position, tensor in changes:
-                self._follow_change(replica, self.leaves[position], tensor)
+                self._follow_change(replica, self.leaves[int(position)], tensor)
         except Exception as error:
             return error
         return answer

@@ -21,8 +21,9 @@ from evenly.probing import Outputs
 from evenly.replicated import Replicated
 from evenly.rows import split_rows
 from evenly.team.collectives import Kind
-from evenly.team.replica import inside_replica, process_memory
-from evenly.team.team import Team, team_for
+from evenly.team.presence import inside_replica, process_memory
+from evenly.team.team import Team
+from evenly.team.teams import team_for
 from evenly.whole_batch import inside_shard
 from evenly.wrapping import CleanNames
 

@@ -46,6 +46,7 @@ class Joint:
         positions: Where the part is among the tensors of each replica's output; None where it has none.
         differentiable: Whether gradients can flow back through it.
         shares: The fraction of the rows that each replica has.
+        path: Where it is in the output.
     """
 
     tensor: Tensor | None
@@ -53,6 +54,7 @@ class Joint:
     positions: tuple[int | None, ...]
     differentiable: bool
     shares: tuple[float, ...]
+    path: str
     dealt: tuple[Team, int, tuple[int, ...]] | None = field(init=False)
     """Whose replicas hold the rows, along which dimension, how many each; None for a tensor without rows."""
 
@@ -72,6 +74,12 @@ class Joint:
             return list(gradient.unbind(0))
         if dealt is not None:
             return list(torch.split(gradient, list(dealt[2]), dealt[1]))
+        if isinstance(self.rule, Unknown) and Sum() in self.rule.candidates:
+            message = (
+                f"{self.path} cannot be differentiated, because {self.rule.reason}, and the gradients of these differ. "
+                'Say which with scalar_outputs= ("mean" or "sum")'
+            )
+            raise ValueError(message)
         if isinstance(self.rule, (Mean, Unknown)):
             return [gradient * share for share in self.shares]
         if isinstance(self.rule, Sum):
@@ -191,7 +199,7 @@ class Joiner:
             # What may be a mean as well (it was the same for all rows so far) must have the gradient of one.
             if not isinstance(rule, Unknown):
                 positions = (positions[0], *[None] * len(remote))
-        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares))
+        return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares, path))
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -232,7 +240,7 @@ class Joiner:
         steps = tuple(int(part.batch_sizes.sum()) for part in layouts)
         tensor = ShardedTensor.of_rows(self.team, local.data.detach(), handle, 0, steps)
         positions = (self._positions[id(local.data)], *(part.data.position for part in remote))
-        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares))
+        later = self._add(Joint(tensor, rule, positions, local.data.requires_grad, self._shares, path))
         return _PackedLater(later.position, index, layout)
 
     def _pieces(self, items: Any, replica: int, base: int) -> Any:
@@ -250,7 +258,7 @@ class Joiner:
                 made.append(leaf)
                 continue
             positions = tuple(position if number == replica else None for number in range(len(self.rows)))
-            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares)))
+            made.append(self._add(Joint(tensor, Constant(), positions, differentiable, self._shares, "output")))
         return tree.rebuild(made)
 
 

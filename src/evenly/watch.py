@@ -96,9 +96,7 @@ class Watch:
         modules = self._modules = list(self._module.modules())
         self._types = list(map(type, modules))
         self._dicts = list(map(vars, modules))
-        tables = [
-            state[name] for state in self._dicts for name in _TABLES if isinstance(state.get(name), dict)
-        ]
+        tables = [state[name] for state in self._dicts for name in _TABLES if isinstance(state.get(name), dict)]
         self._empty_tables: list[dict[Any, Any]] = [table for table in tables if not table]
         buffers = [state["_buffers"] for state in self._dicts if state.get("_buffers")]
         bound_freely = set(map(id, buffers))
@@ -109,9 +107,7 @@ class Watch:
         self._buffer_keys = _keys(buffers)
         self._buffer_values: list[Tensor | None] = list(_values(buffers))
         self._buffer_kinds = list(map(_kind, self._buffer_values))
-        self._rebase_leaves(
-            list(self._module.parameters() if self._given_leaves is None else self._given_leaves)
-        )
+        self._rebase_leaves(list(self._module.parameters() if self._given_leaves is None else self._given_leaves))
         snapshots = Snapshots()
         self._records = [_Record(state, snapshots) for state in self._dicts]
         self._collect()
@@ -120,10 +116,7 @@ class Watch:
         """Takes the present attributes, ``training`` and ``requires_grad`` flags as the new baseline."""
         self._requires_grad = list(map(_requires_grad, self._leaves))
         buffers = list(_values(self._buffers))
-        if (
-            not all(map(is_, buffers, self._buffer_values))
-            and list(map(_kind, buffers)) == self._buffer_kinds
-        ):
+        if not all(map(is_, buffers, self._buffer_values)) and list(map(_kind, buffers)) == self._buffer_kinds:
             self._buffer_values = buffers
         if self._attributes_hold():
             return
@@ -237,11 +230,7 @@ class _Record:
         return (
             list(state) == self.names
             and all(old is _HEAVY or new is old for new, old in zip(state.values(), self.values, strict=True))
-            and all(
-                saved.matches(state[name])
-                for name, saved in self.saved.items()
-                if isinstance(saved, Snapshot)
-            )
+            and all(saved.matches(state[name]) for name, saved in self.saved.items() if isinstance(saved, Snapshot))
         )
 
     def differences(self, state: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def whole_batch(x: Tensor) -> Tensor:
         ExchangeError: Another replica did not get to this point.
     """
     summer = _current.summer
-    return x if summer is None else _Sum.apply(x, summer)  # pyright: ignore[reportReturnType]
+    return x if summer is None else cast("Tensor", cast("Any", _Sum).apply(x, summer))
 
 
 class _Sum(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Sum.apply(gradient, ctx.summer), None  # pyright: ignore[reportReturnType]
+        return cast("Any", _Sum).apply(gradient, ctx.summer), None
 
 
 @contextmanager

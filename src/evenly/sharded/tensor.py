@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, cast
 
@@ -34,8 +35,8 @@ class ShardedTensor(torch.Tensor):
     _content: Content
     # Everything that shares memory with this tensor, this one included; None as long as nothing else does.
     _family: Family | None
-    # The tensor that this one is a view of, and how.
-    _recipe: tuple[ShardedTensor, Again] | None
+    # The tensor that this one is a view of, and how; an alias holds on to its tensor weakly, see [Note: aliases].
+    _recipe: tuple[ShardedTensor | weakref.ref[ShardedTensor], Again] | None
     # What a plan may depend on.
     looks: tuple[Any, ...] | None
 
@@ -119,6 +120,7 @@ class ShardedTensor(torch.Tensor):
         assert self._recipe is not None  # noqa: S101 - a window is a view
         assert self._family is not None  # noqa: S101
         base, again = self._recipe
+        assert isinstance(base, ShardedTensor)  # noqa: S101 - it is held on to
         if window.writes != self._family.writes:
             window.values, window.writes = again(base.plain()).clone(), self._family.writes
         return window.values
@@ -133,12 +135,21 @@ class ShardedTensor(torch.Tensor):
             self._content = torch.empty_strided(
                 self.shape, writable(self.shape, self.stride()), dtype=self.dtype, device=self.device
             )
+        first_alias: dict[int, ShardedTensor] = {}
         for member in [self] if self._family is None else self._family.living():
             if not isinstance(member._content, Tensor):
-                recipe = member._recipe
                 # A view's base stands before it, and so has been settled already.
-                member._content = member.plain() if recipe is None else recipe[1](plain(recipe[0]))
+                base, again = member._made_from(first_alias)
+                member._content = member.plain() if base is member else again(plain(base))
         return cast("Tensor", self._content)
+
+    def _made_from(self, first_alias: dict[int, ShardedTensor]) -> tuple[ShardedTensor, Again]:
+        """What this is made from; itself, if it is no view. When a tensor is gone its first alias takes its place."""
+        base, again = self._recipe or (self, _itself)
+        if isinstance(base, ShardedTensor):
+            return base, again
+        living = base()
+        return first_alias.setdefault(id(base), self) if living is None else living, again
 
     def full_tensor(self) -> Tensor:
         """The whole tensor as a plain one on this device. Gradients flow through it."""
@@ -158,14 +169,22 @@ class ShardedTensor(torch.Tensor):
         return self
 
     def alias(self) -> Tensor:
-        """Another tensor with the same content; costs nothing in the replicas."""
+        """Another tensor with the same content; costs nothing in the replicas.
+
+        [Note: aliases] Autograd keeps an alias of the result of many operations (`exp`, `softmax`) in the very node
+        that the result refers to. If that alias referred to the result in turn they would keep each other alive, out
+        of the garbage collector's sight, unless the node is run backwards.
+        """
         content = self._content
         if isinstance(content, (Parts, Pending)) and torch._C._current_graph_task_id() != -1:
             content = self.plain()  # autograd is about to make it the gradient of a parameter
         if isinstance(content, Tensor):
             return content.detach()
         other = ShardedTensor(content, self.shape, self.stride(), int(self.storage_offset()))
-        return other.become_view(self, _itself)
+        other.become_view(self, _itself)
+        if not isinstance(content, Window):
+            other._recipe = (weakref.ref(self), _itself)
+        return other
 
     @property
     def writes(self) -> int:
@@ -259,7 +278,7 @@ class ShardedTensor(torch.Tensor):
         return cast("Any", self.settle()).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        array = self.numpy()
+        array: Any = self.numpy()
         return array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __dlpack__(self, **options: Any) -> Any:

@@ -1,5 +1,5 @@
 """The processes behind a model: one per device beyond the first."""
 
-from evenly.team.team import shutdown
+from evenly.team.teams import shutdown
 
 __all__ = ["shutdown"]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from evenly.team.joined import join, split
 from evenly.team.protocol import can_travel, receive_tensor, wire_form
 
 if TYPE_CHECKING:
     from evenly.team.wire import Channel
+
+
+# Private to torch, and untyped.
+_flatten: Callable[[Sequence[Tensor]], Tensor] = cast("Any", torch)._utils._flatten_dense_tensors
+_unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = cast("Any", torch)._utils._unflatten_dense_tensors
 
 
 class Buffers:
@@ -65,9 +71,7 @@ class Buffers:
         """
         buffers = self.current() if self._slots else []
         for dtype, positions in self._groups.items():
-            joined = _flatten_dense_tensors([buffers[position].detach() for position in positions])
-            if len(positions) == 1:
-                joined = joined.clone()  # a single tensor is not copied when it is joined
+            joined = join([buffers[position].detach() for position in positions])
             sent = self._sent.get(dtype)
             if sent is None or not _same_bytes(sent, joined):
                 self._sent[dtype] = joined
@@ -108,7 +112,7 @@ class Buffers:
             if spec is not None:
                 self._sent[dtype] = receive_tensor(channel, spec)
             targets = [buffers[position].data for position in positions]
-            values = list(_unflatten_dense_tensors(self._sent[dtype], targets))
+            values = split(self._sent[dtype], targets)
             torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateUsage]
 
 

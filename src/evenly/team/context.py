@@ -10,7 +10,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, TypeAlias
 
 import torch
@@ -48,11 +48,13 @@ _GLOBALS = slice(5, None)
 
 
 @contextlib.contextmanager
-def applied(context: Context, previous: Context | None) -> Iterator[None]:
+def applied(context: Context, previous: Context | None) -> Generator[None]:
     """Run a block in ``context``. Process-wide settings stay set; those that ``previous`` set alike are left alone."""
-    grad, inference, autocast, autocast_dtype, cache, dtype, deterministic, warn_only, precision, threads = context
+    grad, inference, autocast, autocast_dtype, cache, default_dtype, deterministic, warn_only, precision, threads = (
+        context
+    )
     if previous is None or context[_GLOBALS] != previous[_GLOBALS]:
-        torch.set_default_dtype(DTYPES[dtype])
+        torch.set_default_dtype(DTYPES[int(default_dtype)])
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
@@ -60,7 +62,7 @@ def applied(context: Context, previous: Context | None) -> Iterator[None]:
         if inference:
             stack.enter_context(torch.inference_mode())
         if autocast or not cache:
-            dtype = DTYPES[autocast_dtype]
+            dtype = DTYPES[int(autocast_dtype)]
             stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=autocast, cache_enabled=cache))
         with torch.set_grad_enabled(grad):
             yield
@@ -76,7 +78,7 @@ def threads_per_replica(devices: int) -> int:
 
 
 @contextlib.contextmanager
-def shared_cores(threads: int) -> Iterator[None]:
+def shared_cores(threads: int) -> Generator[None]:
     """Let the driver's own shard use its part of the cores, and give the caller all of them back."""
     before = torch.get_num_threads()
     if before == threads:

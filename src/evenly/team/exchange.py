@@ -15,6 +15,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +99,9 @@ class Exchange:
             ExchangeError: Another replica has ended its forward or backward, or brought another shape.
         """
         flat = tensor.detach().contiguous().view(-1)
-        pieces = flat.split(max(1, (CAPACITY_BYTES - _WORD_BYTES) // max(flat.element_size(), 1)))
+        pieces: tuple[Tensor, ...] = cast("Any", flat).split(
+            max(1, (CAPACITY_BYTES - _WORD_BYTES) // max(flat.element_size(), 1))
+        )
         summed = [self._sum_piece(piece) for piece in pieces]
         return torch.cat(summed).view(tensor.shape) if summed else flat.view(tensor.shape)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,11 +105,12 @@ def _ends(graph: Graph, gradients: dict[int, Tensor]) -> tuple[list[Tensor], lis
 
 
 @contextlib.contextmanager
-def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+def _without_hooks(leaves: Sequence[Tensor]) -> Generator[None]:
     """Silence the hooks on leaves: they are for the total over all replicas, once."""
-    silenced: list[tuple[dict[int, object], dict[int, object]]] = []
+    silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for leaf in leaves:
-        for hooks in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):  # pyright: ignore[reportPrivateUsage]
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks: dict[int, Any] | None = getattr(leaf, name, None)
             if hooks:
                 silenced.append((hooks, dict(hooks)))
                 hooks.clear()

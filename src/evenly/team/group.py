@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from evenly.team.joined import join, split
 
 BUCKET_BYTES = 25 << 20
 """Tensors of one dtype travel together up to this size, as in DistributedDataParallel."""
@@ -44,16 +45,17 @@ class Group:
     """
 
     def __init__(self, descriptor: int, rank: int, size: int) -> None:
-        from torch import distributed
+        import torch.distributed
 
+        distributed: Any = torch.distributed  # process groups have no complete annotations
         store = distributed.FileStore(f"/proc/self/fd/{descriptor}", size)
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = TIMEOUT
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._distributed: Any = distributed
+        self._distributed = distributed
         self._rank = rank
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+        self._group: Any = distributed.ProcessGroupGloo(store, rank, size, options)
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Give the driver's values of a bucket to all."""
@@ -70,13 +72,11 @@ class Group:
 
     @staticmethod
     def _run(tensors: list[Tensor], collective: Callable[[Tensor], Any], *, keep: bool) -> None:
-        joined = _flatten_dense_tensors(tensors)
+        joined = join(tensors)
         real = torch.view_as_real(joined) if joined.is_complex() else joined
         wire = real.to(torch.int64) if real.dtype in _UNKNOWN_TO_GLOO else real
-        if wire.data_ptr() == tensors[0].data_ptr():
-            wire = wire.clone()
         collective(wire).wait()
         if not keep:
             found = wire.to(real.dtype)
             result = torch.view_as_complex(found) if joined.is_complex() else found
-            torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(result.view_as(joined), tensors)))
+            torch._foreach_copy_(tensors, split(result.view_as(joined), tensors))

@@ -60,7 +60,9 @@ class OwnHolding:
 
     def __init__(self, specs: Sequence[LeafSpec]) -> None:
         self._specs = specs
-        self.leaves = [leaf_of(torch.empty_strided(spec[1], spec[2], dtype=DTYPES[spec[3]]), spec) for spec in specs]
+        self.leaves = [
+            leaf_of(torch.empty_strided(spec[1], spec[2], dtype=DTYPES[int(spec[3])]), spec) for spec in specs
+        ]
         self._gradients: list[Tensor | None] = []
 
     def private_leaves(self) -> list[Tensor]:
@@ -107,4 +109,4 @@ def is_dense(gradient: Tensor | None) -> bool:
 
 def _place(spec: LeafSpec) -> Placement:
     offset, shape, stride, dtype = spec[:4]
-    return Placement(offset, shape, stride, DTYPES[dtype])
+    return Placement(offset, shape, stride, DTYPES[int(dtype)])

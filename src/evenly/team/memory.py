@@ -64,8 +64,9 @@ class Block:
         return cls(descriptor, size)
 
     def tensor(self, place: Placement) -> Tensor:
-        """The tensor at ``place``. It keeps the mapping alive, and has a storage of its own extent only, so that
-        ``torch.save`` of one tensor does not write its neighbours.
+        """The tensor at ``place``, which keeps the mapping alive.
+
+        It has a storage of its own extent only, so that ``torch.save`` of one tensor does not write its neighbours.
         """
         extent = place.extent
         if extent == 0:

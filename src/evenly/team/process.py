@@ -92,6 +92,30 @@ class Process:
         self._last_words.close()
 
 
+def stop_all(processes: list[Process], owner: int, seconds: float) -> None:
+    """End ``processes`` and forget them; in a forked child of their ``owner`` only forget them.
+
+    Args:
+        processes: Emptied.
+        owner: Process id of the driver.
+        seconds: How long they may take.
+    """
+    ending = processes[:]
+    processes.clear()
+    if os.getpid() != owner:
+        return
+    for process in ending:
+        process.order_end()
+    deadline = time.monotonic() + seconds
+    try:
+        for process in ending:
+            process.end(deadline)
+    except BaseException:  # Ctrl-C: no patience, but nothing stays behind
+        for process in ending:
+            process.end(deadline=0)
+        raise
+
+
 def _popen(command: list[str], inherited: tuple[int, ...]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(

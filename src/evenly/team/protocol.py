@@ -7,7 +7,7 @@ this use because both ends are the same interpreter. Whatever else must travel i
 from __future__ import annotations
 
 import marshal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,8 +19,8 @@ from evenly.team.memory import dense_stride
 if TYPE_CHECKING:
     from evenly.team.wire import Channel
 
-encode = marshal.dumps
-decode = marshal.loads
+encode: Callable[[Any], bytes] = marshal.dumps
+decode: Callable[[bytes], Any] = marshal.loads
 
 
 class Command(IntEnum):
@@ -79,12 +79,13 @@ class Status(IntEnum):
     """Followed by the exception, and by the name and number of the operation if it was one."""
 
 
-DTYPES: list[torch.dtype] = [
+DTYPES: dict[int, torch.dtype] = dict(enumerate((
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-]  # fmt: skip
-DTYPE_NUMBER: dict[torch.dtype, int] = {dtype: number for number, dtype in enumerate(DTYPES)}
+)))  # fmt: skip
+"""The dtypes that travel, by number. Both ends are the same PyTorch."""
+DTYPE_NUMBER: dict[torch.dtype, int] = {dtype: number for number, dtype in DTYPES.items()}
 
 TensorSpec: TypeAlias = "tuple[Any, ...]"
 """``(dtype number, shape)`` of a contiguous tensor, plus strides where it is dense in another order, plus the shape
@@ -115,13 +116,14 @@ def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
 
 def receive_tensor(channel: Channel, spec: TensorSpec) -> Tensor:
     """The next tensor of a frame, in memory of its own."""
-    dtype, shape = DTYPES[spec[0]], spec[1]
-    if len(spec) > 2 and spec[2] is not None:
-        tensor = torch.empty_strided(shape, spec[2], dtype=dtype)
+    number, shape, *more = spec
+    stride, expanded = (*more, None, None)[:2]
+    if stride is None:
+        tensor = torch.empty(shape, dtype=DTYPES[number])
     else:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty_strided(shape, stride, dtype=DTYPES[number])
     channel.receive_into(tensor)
-    return tensor.expand(spec[3]) if len(spec) > 3 else tensor
+    return tensor if expanded is None else tensor.expand(expanded)
 
 
 def wire_forms(tensors: Sequence[Tensor]) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:

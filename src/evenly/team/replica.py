@@ -14,11 +14,11 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -32,9 +32,10 @@ from evenly.team.execution import Graph, backward, differentiate
 from evenly.team.group import Group
 from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
 from evenly.team.memory import Block
+from evenly.team.presence import become_replica, process_memory
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, pack, unpack
-from evenly.team.template import Template
+from evenly.team.store import Store
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
 from evenly.whole_batch import Shard, in_shard, probed
 
@@ -67,21 +68,18 @@ class Replica:
         self.index = index
         self.count = count
         self.models: dict[int, Model] = {}
-        self.values: dict[int, Tensor] = _Values()
+        self.store = Store(channel)
+        self.values = self.store.values
         self.graphs: dict[int, tuple[Model, Graph]] = {}
-        self.templates: dict[int, Template] = {}
         self.context: Context | None = None
         self.exchange: Exchange | None = None
         self.group: Group | None = None
-        self.failure: tuple[bytes, str, int] | None = None
-        """What nobody has been told of yet: an exception; the operation that raised it, and its number."""
-        self._last_run_failed = False
         self._in_users_code = False
         self._synced = 0
         self.rows = 0
         self.seconds = 0.0
         self._handlers: dict[int, Callable[..., Any]] = {
-            Command.FREE: self.free,
+            Command.FREE: self.store.free,
             Command.SHIP: self.ship,
             Command.PATCH: self.patch,
             Command.FORGET: self.forget,
@@ -89,18 +87,18 @@ class Replica:
             Command.CALL: self.call,
             Command.DROP: self.drop,
             Command.BACKWARD: self.run_backward,
-            Command.PUT: self.put,
-            Command.DEFINE: self.define,
-            Command.RUN: self.run,
+            Command.PUT: self.store.put,
+            Command.DEFINE: self.store.define,
+            Command.RUN: self.store.run,
             Command.FETCH: self.fetch,
-            Command.RENAME: self.rename,
+            Command.RENAME: self.store.rename,
             Command.REPORT: self.report,
             Command.GROUP: self.join_group,
             Command.BROADCAST: self.broadcast,
             Command.REDUCE: self.reduce,
             Command.SYNC: self.sync,
-            Command.ABANDON: self.abandon,
-            Command.PARDON: self.pardon,
+            Command.ABANDON: self.store.abandon,
+            Command.PARDON: self.store.pardon,
             Command.EXCHANGE: self.take_exchange,
         }
         self._answers = {
@@ -115,34 +113,34 @@ class Replica:
             if command == Command.STOP:
                 return
             answers = command in self._answers
-            if self.failure is not None and answers and command != Command.SYNC:
+            if self.store.failure is not None and answers and command != Command.SYNC:
                 self._refuse(command, arguments)
-                self._fail(*self.failure)
-                self.failure = None
+                self._fail(*self.store.failure)
+                self.store.failure = None
                 continue
             try:
                 self._handlers[command](*arguments)
             except ChannelClosedError:
                 raise
-            except BaseException as error:  # noqa: BLE001 - whatever the user's code raises goes to the driver
+            except BaseException as error:
                 failure = errors.describe(error)
                 # The traceback holds the frames, and they hold the tensors of the failed step.
                 del error
                 self._refuse(command, arguments)
                 if answers:
                     self._fail(failure)
-                elif self.failure is None:
-                    self.failure = (failure, "", 0)
+                elif self.store.failure is None:
+                    self.store.failure = (failure, "", 0)
 
     def _reply(self, *values: object, tensors: list[Tensor] | None = None) -> None:
-        self.channel.send(encode((int(Status.DONE), *values)), tensors or ())
+        self.channel.send(encode(cast("Any", (int(Status.DONE), *values))), tensors or ())
 
     def _refuse(self, command: int, arguments: list[Any]) -> None:
         """See to it that no other replica waits for this one in a forward or backward that it does not run."""
         if command == Command.CALL:
             self._peers().refuse(arguments[1])
         elif command == Command.BACKWARD:
-            self._peers().refuse(arguments[2])
+            self._peers().refuse(arguments[3])
 
     def _fail(self, failure: bytes, operation: str = "", number: int = 0) -> None:
         self.channel.send(encode((int(Status.FAILED), failure, operation, number)))
@@ -167,7 +165,7 @@ class Replica:
     def sync(self, token: int) -> None:
         """After an interruption: from here on answers are awaited again."""
         self._synced = token
-        self.failure = None
+        self.store.failure = None
         self._reply(token)
 
     # ------------------------------------------------------------------ models
@@ -384,7 +382,7 @@ class Replica:
         if dtype >= 0:
             copy.to(protocol.DTYPES[dtype])
             tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
-        with applied(context, self.context), torch.no_grad(), self._interruptible():
+        with applied(context, self.context), torch.no_grad(), _unheard(), self._interruptible():
             self.context = context
             outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
@@ -393,60 +391,10 @@ class Replica:
 
     # ------------------------------------------------------------------ values
 
-    def free(self, handles: tuple[int, ...]) -> None:
-        """Forget values."""
-        for handle in handles:
-            self.values.pop(handle, None)
-
-    def put(self, handle: int, spec: tuple[Any, ...]) -> None:
-        """Keep a tensor."""
-        self.values[handle] = receive_tensor(self.channel, spec)
-
-    def define(self, number: int, template: bytes) -> None:
-        """Remember an operation."""
-        self.templates[number] = Template.loads(template)
-
-    def run(self, number: int, inputs: tuple[int, ...], base: int) -> None:
-        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative).
-
-        Nothing is run while a failure waits to be told of: all that it has led to would only fail in turn.
-        """
-        self._last_run_failed = False
-        if self.failure is not None:
-            return
-        values, template = self.values, self.templates[number]
-        try:
-            result = template.run([values[handle] for handle in inputs])
-        except BaseException as error:  # noqa: BLE001 - as in the loop
-            self._last_run_failed = True
-            self.failure = (errors.describe(error), f"{template.function.name()} on a sharded tensor", abs(base))
-            return
-        if base < 0:
-            return
-        if isinstance(result, Tensor):
-            values[base] = result
-        else:
-            for offset, tensor in enumerate(result):
-                values[base + offset] = tensor
-
-    def pardon(self) -> None:
-        """Forget a failure of the operation just before."""
-        if self._last_run_failed:
-            self.failure = None
-
-    def abandon(self, base: int, count: int) -> None:
-        """Forget whatever values there are with the ``count`` numbers from ``base`` on."""
-        for handle in [handle for handle in self.values if base <= handle < base + count]:
-            del self.values[handle]
-
     def fetch(self, handles: tuple[int, ...]) -> None:
         """Answer with values."""
         specs, data = wire_forms([self.values[handle] for handle in handles])
         self._reply(specs, tensors=data)
-
-    def rename(self, old: int, new: int) -> None:
-        """Keep a value under another number."""
-        self.values[new] = self.values.pop(old)
 
     def report(self) -> None:
         """Answer with what this replica has done and what it holds."""
@@ -454,34 +402,21 @@ class Replica:
         self._reply(self.rows, self.seconds, process_memory(), held)
 
 
-class _Values(dict[int, Tensor]):
-    """Values by their numbers."""
-
-    def __missing__(self, handle: int) -> Tensor:
-        message = (
-            "rows of this tensor were never computed, because an operation on it or before it has failed "
-            f"in this replica (value {handle})"
-        )
-        raise RuntimeError(message)
-
-
-_index = 0
-
-
-def inside_replica() -> bool:
-    """Whether this process is a replica: a wrapped module inside of the module just runs here."""
-    return _index > 0
-
-
-def process_memory() -> int:
-    """Memory of this process in bytes, shared pages counted in proportion to the processes that share them."""
-    return int(psutil.Process().memory_full_info().pss)
+@contextlib.contextmanager
+def _unheard() -> Generator[None]:
+    """Nobody shall hear of what is only tried: what it prints, what it warns of."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def main(sock: int, memory: int, last_words: int, index: int, count: int) -> None:
     """Be replica ``index`` of ``count`` until the driver closes its end of the line."""
-    global _index  # noqa: PLW0603 - once per process
-    _index = index
+    become_replica(index)
     faulthandler.enable(last_words)
     channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
     os.close(memory)
@@ -489,15 +424,17 @@ def main(sock: int, memory: int, last_words: int, index: int, count: int) -> Non
     # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
     signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
     # What the user's code prints shall appear at once, and whatever happens to this process.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    stdout: Any = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(line_buffering=True)
     torch.set_grad_enabled(False)
     # Until a call says otherwise: more threads than cores would only wait for each other.
     torch.set_num_threads(threads_per_replica(count))
     channel.send(encode((int(Status.DONE), os.getpid())))
     with contextlib.suppress(ChannelClosedError):
         replica.loop()
-    for stream in (sys.stdout, sys.stderr):
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream in streams:
         with contextlib.suppress(Exception):
             stream.flush()
     # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.

@@ -6,7 +6,6 @@ background, when the first model asks for them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -20,15 +19,14 @@ from evenly.team import errors
 from evenly.team.exchange import Exchange, exchange_bytes
 from evenly.team.group import Group
 from evenly.team.memory import Block
-from evenly.team.process import Process
+from evenly.team.process import Process, stop_all
 from evenly.team.protocol import Command, Status, decode, encode
+from evenly.team.tracebacks import Places
 from evenly.team.wire import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from evenly.team.tracebacks import Place
 
 START_SECONDS = 120
 """How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
@@ -36,7 +34,6 @@ STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
 """How long replicas may take to give up an interrupted step; starting new ones takes about as long."""
-_PLACES = 4096
 
 
 class _TookTooLongError(Exception):
@@ -73,7 +70,8 @@ class Team:
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
         self._watch = _weakly(self.check_alive)
-        self._places: list[tuple[int, Place] | None] = [None] * _PLACES
+        self.places = Places()
+        """Where the user's program asked for what was sent last, by number."""
 
     @property
     def size(self) -> int:
@@ -135,18 +133,23 @@ class Team:
         self._give_up_at = time.monotonic() + START_SECONDS
         try:
             for process in self._processes:
-                if process.channel.untouched:  # an earlier wait may have been interrupted
-                    process.channel.receive()
+                self._await_hello(process)
+        finally:
+            self._give_up_at = None
+        self._share_exchange()
+        self._ready = True
+
+    def _await_hello(self, process: Process) -> None:
+        if not process.channel.untouched:  # an earlier wait was interrupted
+            return
+        try:
+            process.channel.receive()
         except ChannelClosedError:
             raise self._lost(process) from None
         except _TookTooLongError:
             self.stop()
             message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
             raise TimeoutError(message) from None
-        finally:
-            self._give_up_at = None
-        self._share_exchange()
-        self._ready = True
 
     def _share_exchange(self) -> None:
         """Give all replicas the memory in which they add up numbers among themselves."""
@@ -216,7 +219,7 @@ class Team:
         """End all processes. A later call starts new ones."""
         self.exchange = self._group = None
         self._ready = False
-        _stop(self._processes, self._owner)
+        stop_all(self._processes, self._owner, STOP_SECONDS)
 
     def disown(self) -> None:
         """In a forked child: forget the replicas, which go on working for the parent."""
@@ -230,6 +233,7 @@ class Team:
         return [process.pid for process in self._processes]
 
     def check_alive(self) -> None:
+        """Raise if a replica has ended, or if what is waited for takes too long."""
         for process in self._processes:
             code = process.death()
             if code is not None:
@@ -312,7 +316,7 @@ class Team:
                 replica=replica,
                 device=str(process.device),
                 phase=operation or self.phase,
-                called_at=self._place_of(number),
+                called_at=self.places.of(number),
             )
         return tuple(values)
 
@@ -329,7 +333,7 @@ class Team:
         return self._process(replica).channel
 
     def collect(self, replicas: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Answers of several replicas, which bring no tensors. Every one is awaited before the first failure is raised."""
+        """Answers of several replicas, which bring no tensors. All are awaited before the first failure is raised."""
         answers = [self.answer(replica) for replica in replicas]
         failure = next((answer for answer in answers if isinstance(answer, BaseException)), None)
         if failure is None:
@@ -339,18 +343,10 @@ class Team:
         finally:
             del answers, failure  # see [Note: raised later]
 
-    def note_place(self, number: int, place: Place) -> None:
-        """Remember for a while where the user's program asked for what is sent under ``number``."""
-        self._places[number % _PLACES] = (number, place)
-
-    def _place_of(self, number: int) -> Place | None:
-        noted = self._places[number % _PLACES]
-        return noted[1] if noted is not None and noted[0] == number else None
-
     # ------------------------------------------------------------------ what the driver no longer needs
 
     def release(self, generation: int, *, value: int = 0, call: int = 0, model: int = 0) -> None:
-        """Note that a value, a call's graph or a model is no longer needed; the replicas hear of it with the next command.
+        """Note that a value, a call's graph or a model is no longer needed: the replicas hear of it before long.
 
         Called by finalizers, from any thread, at any time: it only appends to a queue.
         """
@@ -397,21 +393,6 @@ class Team:
             self._unneeded.popleft()
 
 
-_teams: weakref.WeakValueDictionary[tuple[torch.device, ...], Team] = weakref.WeakValueDictionary()
-_teams_lock = threading.Lock()
-
-
-def team_for(devices: Sequence[torch.device]) -> Team:
-    """The team of these devices: the one that other models use already, or a new one (not started yet)."""
-    key = tuple(devices)
-    with _teams_lock:
-        team = _teams.get(key)
-        if team is None:
-            team = _teams[key] = Team(key)
-            weakref.finalize(team, _stop, team._processes, os.getpid()).atexit = False  # pyright: ignore[reportPrivateUsage]
-        return team
-
-
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     """Calls a method as long as its object lives: what an object holds must not keep it alive in turn."""
     reference = weakref.WeakMethod(method)
@@ -422,46 +403,3 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
-
-
-def _stop(processes: list[Process], owner: int) -> None:
-    """End ``processes`` and forget them; in a forked child of their owner only forget them."""
-    ending = processes[:]
-    processes.clear()
-    if os.getpid() != owner:
-        return
-    for process in ending:
-        process.order_end()
-    deadline = time.monotonic() + STOP_SECONDS
-    try:
-        for process in ending:
-            process.end(deadline)
-    except BaseException:  # Ctrl-C: no patience, but nothing stays behind
-        for process in ending:
-            process.end(deadline=0)
-        raise
-
-
-@atexit.register
-def shutdown() -> None:
-    """Stop the replicas of all teams. A model that is called afterwards starts new ones."""
-    for team in list(_teams.values()):
-        # A thread that is stuck in a call must not keep the interpreter from ending.
-        held = team.lock.acquire(timeout=STOP_SECONDS)
-        try:
-            team.stop()
-        finally:
-            if held:
-                team.lock.release()
-
-
-def _after_fork() -> None:
-    """In a forked child (a DataLoader's worker): the replicas belong to the parent; forget them without a word."""
-    global _teams_lock  # noqa: PLW0603 - another thread of the parent may have held it
-    _teams_lock = threading.Lock()
-    for team in list(_teams.values()):
-        team.disown()
-    _teams.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

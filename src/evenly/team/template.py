@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,18 +63,12 @@ class Template:
         return cls(function, args, kwargs)
 
 
-def key_of(value: Any) -> Hashable:
-    """A hashable key of one argument; values of different type that compare equal (1, 1.0, True) differ."""
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(key_of, value))
-    return (type(value), value)
-
-
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
     if type(value) is Slot:
         return tensors[value]
     if type(value) is SizeOf:
         return tensors[value.slot].shape[value.dim]
     if isinstance(value, (list, tuple)):
-        return type(value)([_fill(item, tensors) for item in value])
+        items = cast("list[Any]", value)
+        return type(items)([_fill(item, tensors) for item in items])
     return value

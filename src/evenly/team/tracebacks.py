@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Link", "Place", "chain_of", "render_chain", "users_line"]
+__all__ = ["Link", "Place", "Places", "chain_of", "render_chain", "users_line"]
 
 
 @dataclass
@@ -51,8 +51,25 @@ def users_line() -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+class Places:
+    """Places by number, the last few thousand of them."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, Place] | None] = [None] * _PLACES
+
+    def note(self, number: int, place: Place) -> None:
+        """Remember a place."""
+        self._noted[number % _PLACES] = (number, place)
+
+    def of(self, number: int) -> Place | None:
+        """The place that was noted under ``number``, if that is not too long ago."""
+        noted = self._noted[number % _PLACES]
+        return noted[1] if noted is not None and noted[0] == number else None
+
+
 _CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+_PLACES = 4096
 _MACHINERY = str(Path(__file__).parents[1] / "_")[:-1]  # ends in a separator
 _TORCH = str(Path(torch.__file__).parent / "_")[:-1]
 

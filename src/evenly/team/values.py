@@ -67,7 +67,7 @@ def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], out
     team.tell_released()
     numbers = tuple([handle.check() for handle in inputs])
     first = team.reserve(max(outputs, 1))
-    team.note_place(first, users_line())
+    team.places.note(first, users_line())
     team.broadcast(replicas, int(Command.RUN), operation, numbers, first if outputs else -first)
     return [Handle(team, first + offset) for offset in range(outputs)]
 

@@ -248,7 +248,7 @@ class Channel:
         if ring.words[_WRITER_SLEEPS]:
             self._wake(ring, _WRITER_SLEEPS)
 
-    # ---------------------------------------------------------------- waiting (see [Note: waiting])
+    # ---------------------------------------------------------------- waiting, see the note
 
     def _wake(self, ring: _Ring, flag: int) -> None:
         _fence()
