@@ -141,7 +141,7 @@ def samples(op: OpInfo, dtype: torch.dtype, variant: Variant, *, requires_grad: 
         found = [
             sample
             for sample in itertools.islice(
-                op.sample_inputs("cpu", dtype, requires_grad=requires_grad), max(MOST_SAMPLES, variant.samples)
+                op.sample_inputs_func(op, "cpu", dtype, requires_grad), max(MOST_SAMPLES, variant.samples)
             )
             if _first(sample, variant.dim) is not None and not (variant.how == "in_place" and sample.broadcasts_input)
         ]
@@ -318,7 +318,7 @@ def _differences(bare: _Result, evenly: _Result, outcome: Outcome, variant: Vari
         if variant.how == "call":
             yield f"plain raises {bare.error!r}"
         return
-    for kind in evenly.shards if variant.how == "call" and variant.dim == 0 else ():
+    for kind in evenly.shards if variant == Variant(variant.samples) else ():
         setattr(outcome, kind, getattr(outcome, kind) + 1)
     groups = (("value", bare.values, evenly.values), ("gradient", bare.gradients, evenly.gradients))
     for what, expected, actual in (*groups, ("input afterwards", bare.inputs, evenly.inputs)):

@@ -16,9 +16,9 @@ from sharding import team_of
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ops.md"
 ON_TWO = (
-    Variant(3),
-    Variant(2, all_aligned=True),
-    Variant(1, dim=1),
+    Variant(4),
+    Variant(4, all_aligned=True),
+    Variant(2, dim=1),
     Variant(1, how="in_place"),
     Variant(1, how="out", backward=False),
 )

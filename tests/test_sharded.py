@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -641,6 +643,16 @@ def test_plain_operands_are_looked_at_again_every_time(team):
         for _ in range(3):
             torch.testing.assert_close((out * frozen).sum().item(), (x * frozen).sum().item())
             frozen += 1
+
+
+def test_a_target_that_lives_on_does_not_keep_the_replicas(team):
+    target = numbers(7, 3, seed=1)
+    others = team_of(team.size + 2)
+    (shard(others, numbers(7, 3)) * target).sum().item()
+    gone = weakref.ref(others)
+    del others
+    gc.collect()
+    assert gone() is None
 
 
 def test_settings_that_look_alike_are_kept_apart(team):

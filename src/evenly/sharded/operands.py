@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from evenly.team import values
+from evenly.team.values import Handle
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
-    from evenly.team.values import Handle
 
 REMEMBERED_BYTES = 16 << 20
 """Larger tensors are sent every time: a copy is kept of what is remembered, and looking costs as much as sending."""
@@ -27,20 +27,41 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Sent:
-    """What was sent of one tensor.
+    """What was sent of one tensor, and is forgotten in the replicas when this is.
+
+    It must not keep the team: a target that lives as long as the program would keep the replicas running.
 
     Attributes:
+        owner: The tensor.
         copies: What each replica was sent.
-        handle: It, there.
     """
 
-    __slots__ = ("copies", "generation", "handle", "owner")
+    __slots__ = ("copies", "generation", "number", "owner", "team")
 
     def __init__(self, owner: weakref.ref[Tensor], copies: list[Tensor], handle: Handle) -> None:
         self.owner = owner
         self.copies = copies
-        self.handle = handle
-        self.generation = handle.generation
+        self.team = weakref.ref(handle.team)
+        self.number, self.generation = handle.number, handle.generation
+        handle.generation = -1  # from now on this is what releases it
+
+    def __del__(self) -> None:
+        team = self.team()
+        if team is not None:
+            team.release(self.generation, value=self.number)
+
+
+class _Lent(Handle):
+    """A handle of what is remembered, for one use."""
+
+    __slots__ = ("sent",)
+
+    def __init__(self, team: Team, sent: _Sent) -> None:
+        super().__init__(team, sent.number)
+        self.sent = sent
+
+    def __del__(self) -> None:
+        """What is remembered stays."""
 
 
 _sent: dict[tuple[Any, ...], _Sent] = {}
@@ -64,13 +85,14 @@ def _there(tensor: Tensor, pieces: Sequence[Tensor], key: tuple[Any, ...], team:
     known = _sent.get(key)
     current = known is not None and known.owner() is tensor and known.generation == team.generation
     if known is not None and current and all(map(_same, pieces, known.copies)):
-        return known.handle
+        return _Lent(team, known)
     handle = values.put(team, pieces)
     if tensor.numel() * tensor.element_size() <= REMEMBERED_BYTES:
         distinct = {id(piece): piece.clone() for piece in pieces}
         # The entry goes with the tensor object itself.
         owner = weakref.ref(tensor, lambda _: _sent.pop(key, None))
-        _sent[key] = _Sent(owner, [distinct[id(piece)] for piece in pieces], handle)
+        sent = _sent[key] = _Sent(owner, [distinct[id(piece)] for piece in pieces], handle)
+        return _Lent(team, sent)
     return handle
 
 
