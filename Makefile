@@ -6,6 +6,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
+# Tests of what a loop computes run a second time, over the process group instead of shared memory.
+BOTH_WAYS := $(patsubst %,tests/test_%.py,parity_models inputs joined_outputs losses loops state whole_batch \
+	double_backward collectives)
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo chargpt bench test lint format clean
 
@@ -24,7 +28,8 @@ bench: $(INSTALLED) ## Measure evenly beside its alternatives (under ten minutes
 	$(RUN) benchmarks/run.py
 
 test: lint ## Everything that must hold before a change is merged: lint, then all tests
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
+	EVENLY_COLLECTIVES=gloo $(RUN) -m pytest -n 2 --dist loadfile $(BOTH_WAYS)
 
 lint: $(INSTALLED) ## ruff (rules and layout) and pyright (strict)
 	$(RUN) -m ruff check

@@ -40,6 +40,9 @@ def _expect_nothing_since(before: Footprint) -> None:
 
 def _stop_replicas() -> None:
     """End the replicas that live on between models; a module that started none pays for no import."""
+    parity = sys.modules.get("parity")
+    if parity is not None:
+        parity.let_go()
     team = sys.modules.get("evenly.team")
     if team is not None and hasattr(team, "shutdown"):
         team.shutdown()

@@ -33,6 +33,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 _kept: dict[int, Any] = {}
 
 
+def let_go() -> None:
+    """Keep no processes for further tests."""
+    _kept.clear()
+    gc.collect()
+
+
 def wrap(module: nn.Module, replicas: int = 2, **options: Any) -> DataParallel:
     """The module over replicas on the CPU; all tests of a file share the processes."""
     model = DataParallel(module, device_ids=["cpu"] * replicas, **options)
