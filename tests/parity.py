@@ -14,6 +14,7 @@ the loop returns, and then every gradient (None where it is None), parameter and
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
