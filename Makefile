@@ -34,7 +34,7 @@ test: lint ## Everything that must hold before a change is merged: lint, then al
 lint: $(INSTALLED) ## ruff (rules and layout) and pyright (strict)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 format: $(INSTALLED) ## Lay out the code, and mend what ruff can mend
 	$(RUN) -m ruff check --fix
