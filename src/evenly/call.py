@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from evenly.batchwide import Shard, in_shard
 from evenly.ends import resident
 from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, unless_failed
 from evenly.sharded import ShardedTensor, plain
@@ -20,7 +21,6 @@ from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import pack, unpack
-from evenly.whole_batch import Shard, in_shard
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf

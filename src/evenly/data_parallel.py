@@ -4,47 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from evenly import bridge
-from evenly.batch import plan_split
-from evenly.call import Call, Work
 from evenly.devices import Device, resolve_devices
-from evenly.outputs import SCALAR_RULES
-from evenly.probing import Outputs
-from evenly.replicated import Replicated
 from evenly.rows import split_rows
-from evenly.team.collectives import Kind
-from evenly.team.presence import inside_replica, process_memory
-from evenly.team.team import Team
-from evenly.team.teams import team_for
-from evenly.whole_batch import inside_shard
+from evenly.team.presence import inside_replica
 from evenly.wrapping import CleanNames
 
+if TYPE_CHECKING:
+    from evenly.engine import Engine
+    from evenly.report import ReplicaReport
+    from evenly.team.collectives import Kind
+    from evenly.team.team import Team
 
-@dataclass(frozen=True)
-class ReplicaReport:
-    """What one replica has done so far, over all models on the same devices.
-
-    Attributes:
-        replica: Its number; 0 is the driver.
-        device: Its device.
-        rows: Rows of all batches that it has computed.
-        seconds: Time spent in forward and backward.
-        memory_bytes: Memory of its process; pages that several processes share are counted in proportion.
-    """
-
-    replica: int
-    device: torch.device
-    rows: int
-    seconds: float
-    memory_bytes: int
+_SCALARS = ("mean", "sum", "stack")
 
 
 class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
@@ -119,7 +95,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             raise ValueError(message)
         if split is not None:
             split_rows(len(devices), len(devices), split)  # refuses weights that make no sense
-        words = [word for word in tree_leaves(scalar_outputs) if word is not None and word not in SCALAR_RULES]
+        words = [word for word in tree_leaves(scalar_outputs) if word is not None and word not in _SCALARS]
         if words:
             message = f'scalar_outputs gives {words[0]!r}: "mean", "sum" and "stack" are possible'
             raise ValueError(message)
@@ -138,13 +114,24 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
     def _start(self) -> None:
         """Set up what does not travel: the team, and what is known of the model."""
         self._team: Team | None = None
+        self._engine: Engine | None = None
         if len(self.device_ids) > 1 and not inside_replica():
+            from evenly.team.teams import team_for
+
             self._team = team = team_for(self.device_ids)
-            self._work = Work()
-            self._replicated = Replicated(self.module, team, kind=self.collectives, sync_batchnorm=self.sync_batchnorm)
-            self._outputs = Outputs(self._replicated, self.out_dims, self.scalar_outputs)
             with team.lock:
                 team.start()
+            # Imported while the replicas start: whoever only builds the model need not wait for it.
+            from evenly.engine import Engine
+
+            self._engine = Engine(
+                self.module,
+                team,
+                kind=self.collectives,
+                sync_batchnorm=self.sync_batchnorm,
+                out_dims=self.out_dims,
+                scalar_outputs=self.scalar_outputs,
+            )
         elif not self.device_ids:
             _say_once()
 
@@ -158,23 +145,18 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ReplicaDied: A replica has come to an end. The next call starts a new one.
             Exception: Whatever the module raises, in any replica.
         """
-        team = None if inside_shard() else self._team  # a wrapped module inside of another's forward just runs
-        devices = 1 if team is None else team.size
+        from evenly.batch import plan_split
+        from evenly.batchwide import inside_shard
+
+        engine = None if inside_shard() else self._engine  # a wrapped module inside of another's forward just runs
         plan = plan_split(
-            args, kwargs, devices=devices, dim=self.dim, weights=self.split, in_dims=self.in_dims,
-            min_rows=self._rows_needed(),
+            args, kwargs, devices=1 if engine is None else len(self.device_ids), dim=self.dim, weights=self.split,
+            in_dims=self.in_dims, min_rows=self._rows_needed(),
         )  # fmt: skip
-        if team is None or plan.replicas == 1:
+        if engine is None or plan.replicas == 1:
             args, kwargs = plan.shard(0)
             return self.module(*args, **kwargs)
-        with team.lock:
-            team.ensure_ready()
-            self._replicated.sync()
-            call = Call(self._replicated, plan, self._work)
-            try:
-                return bridge.run(call, partial(self._outputs.join, plan))
-            finally:
-                self._replicated.settle()
+        return engine.run(plan)
 
     def _rows_needed(self) -> int:
         """Batch normalisation cannot train on a single row, unless it sees the other replicas' rows, too."""
@@ -187,28 +169,13 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
 
     def report(self) -> list[ReplicaReport]:
         """What each replica has done and holds."""
-        team = self._team
-        if team is None:
-            return []
-        from evenly.team.values import ask_report
-
-        mine = ReplicaReport(0, team.devices[0], self._work.rows, self._work.seconds, process_memory())
-        with team.lock:
-            team.ensure_ready()
-            others = ask_report(team)
-        return [
-            mine,
-            *(
-                ReplicaReport(replica, team.devices[replica], rows, seconds, memory)
-                for replica, (rows, seconds, memory, _) in enumerate(others, 1)
-            ),
-        ]
+        return [] if self._engine is None else list(self._engine.report())
 
     # ------------------------------------------------------------------ travelling
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_team", "_work", "_replicated", "_outputs"):
+        for name in ("_team", "_engine"):
             state.pop(name, None)
         return state
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from evenly.batchwide import in_shard
 from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
@@ -23,7 +24,6 @@ from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate
 from evenly.team.protocol import Command, encode, receive_tensor, wire_form
 from evenly.team.shipping import unpack
 from evenly.team.values import Handle, fetch_from
-from evenly.whole_batch import in_shard
 
 if TYPE_CHECKING:
     from evenly.call import Call

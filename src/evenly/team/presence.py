@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
-
 _index = 0
 
 
@@ -20,4 +18,6 @@ def inside_replica() -> bool:
 
 def process_memory() -> int:
     """Memory of this process in bytes, shared pages counted in proportion to the processes that share them."""
+    import psutil
+
     return int(psutil.Process().memory_full_info().pss)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from evenly.batchwide import Shard, in_shard, probed
 from evenly.team import errors, protocol
 from evenly.team.answer import outline
 from evenly.team.buffers import Buffers
@@ -37,7 +38,6 @@ from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, 
 from evenly.team.shipping import LeafRegistry, pack, unpack
 from evenly.team.store import Store
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-from evenly.whole_batch import Shard, in_shard, probed
 
 
 @dataclass
