@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -14,6 +15,9 @@ from footprint import Footprint, leaks_since
 # Replicas side by side on few cores: more threads than cores only wait for each other, and sums over
 # several threads depend on how many there are.
 torch.set_num_threads(1)
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -63,6 +63,11 @@ class SplitPlan:
         """How many replicas take part."""
         return len(self.rows)
 
+    @property
+    def tensors_only(self) -> bool:
+        """Whether the arguments are tensors given by position, and nothing else."""
+        return self._tree.is_call
+
     def tensor_leaves(self) -> list[TensorLeaf]:
         """All tensors of the arguments in order; a packed sequence counts as its `.data`."""
         return self._tensor_leaves

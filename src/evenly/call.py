@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from evenly.team.context import capture, random_state, shared_cores, threads_per
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
-from evenly.team.shipping import pack, unpack
+from evenly.team.shipping import Parcel, pack, unpack
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from evenly.replicated import Replicated
     from evenly.team.answer import Answer
     from evenly.team.team import Team
+
+
+_ONE_TENSOR = answers.RemoteTensor(0)
 
 
 @dataclass
@@ -152,7 +156,7 @@ class Call:
                     spec, data[id(stand_in)] = wire_form(plain(tensor).detach())
                     what[id(stand_in)] = (True, spec, where, position)
                 stand_ins.append(stand_in)
-            parcel = pack(plan.build(replica, stand_ins), name="(args, kwargs)")
+            parcel = self._parcel(replica, stand_ins)
             described: list[tuple[bool, Any, int, int]] = []
             buffer_specs, tensors = model.buffers.outgoing(replica)
             for tensor in parcel.tensors:
@@ -169,6 +173,14 @@ class Call:
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)
+
+    def _parcel(self, replica: int, stand_ins: list[Tensor | None]) -> Parcel:
+        """A replica's arguments around tensors that stand for the real ones."""
+        if self.plan.tensors_only:
+            whole = [stand_in for stand_in in stand_ins if stand_in is not None and stand_in.numel() == 0]
+            if len(whole) == len(stand_ins):
+                return Parcel(_tensors_only(len(whole)), whole)
+        return pack(self.plan.build(replica, stand_ins), name="(args, kwargs)")
 
     def _run_own(self, call: int, wanted: list[bool], graph: bool) -> tuple[Any, dict[int, Tensor]]:
         started = time.perf_counter()
@@ -198,7 +210,8 @@ class Call:
         tensors = [receive_tensor(channel, spec) for spec in specs]
         changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]
         try:
-            answer = answers.read(unpack(outline, tensors), metas)
+            # No outline: one tensor, as most models return.
+            answer = answers.read(unpack(outline, tensors) if outline else _ONE_TENSOR, metas)
             for position, tensor in changes:
                 self._follow_change(replica, self.leaves[int(position)], tensor)
         except Exception as error:
@@ -224,6 +237,13 @@ class Call:
 
 def _is_view_of(part: Tensor, whole: Tensor) -> bool:
     return part.layout is torch.strided and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@functools.cache
+def _tensors_only(count: int) -> bytes:
+    """The pickle of a call with ``count`` tensors by position, and nothing else."""
+    nothing: dict[str, Any] = {}
+    return pack((tuple(_stand_in() for _ in range(count)), nothing)).payload
 
 
 def _stand_in() -> Tensor:

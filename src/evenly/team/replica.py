@@ -24,7 +24,7 @@ from torch import Tensor
 
 from evenly.batchwide import Shard, in_shard, probed
 from evenly.team import errors, protocol
-from evenly.team.answer import outline
+from evenly.team.answer import RemoteTensor, outline
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed, threads_per_replica
@@ -35,7 +35,7 @@ from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
 from evenly.team.memory import Block
 from evenly.team.presence import become_replica, process_memory
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
-from evenly.team.shipping import LeafRegistry, pack, unpack
+from evenly.team.shipping import LeafRegistry, Parcel, pack, unpack
 from evenly.team.store import Store
 from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
 
@@ -293,7 +293,9 @@ class Replica:
             metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
         if any(tensor.requires_grad for tensor in found):
             self.graphs[call] = (model, Graph(found, inputs))
-        parcel = pack(outlined, homeward=True, name="output")
+        # Most models return one tensor, whose outline is known.
+        one = type(outlined) is RemoteTensor
+        parcel = Parcel(b"") if one else pack(outlined, homeward=True, name="output")
         specs, data = wire_forms(parcel.tensors)
         self.rows += rows
         # Rows of an argument that forward changed in place go back to the user's tensor.

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120
 """How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
+_MANY_RELEASED = 16
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
@@ -373,6 +374,10 @@ class Team:
                 self._unneeded.append((Command.DROP, call, 1))
                 self._unneeded.append((Command.ABANDON, base, count))
             raise
+
+    def many_released(self) -> bool:
+        """Whether it is worth a command of its own to tell the replicas; else they hear of it with the next answer."""
+        return len(self._unneeded) >= _MANY_RELEASED
 
     def tell_released(self) -> None:
         """Send what :meth:`release` and :meth:`nothing_half_done` noted."""

@@ -64,7 +64,8 @@ def define(team: Team, key: Hashable, template: Template) -> int:
 
 def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], outputs: int) -> list[Handle]:
     """Have replicas 1..``replicas``-1 run a defined operation; does not wait for it."""
-    team.tell_released()
+    if team.many_released():
+        team.tell_released()
     numbers = tuple([handle.check() for handle in inputs])
     first = team.reserve(max(outputs, 1))
     team.places.note(first, users_line())
