@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from evenly.batchwide import Shard, in_shard
 from evenly.ends import resident
+from evenly.phases import phase
 from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, unless_failed
 from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
@@ -100,20 +100,20 @@ class Call:
         team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
-        with record_function("evenly.forward: publish parameters"):
+        with phase("forward: publish parameters"):
             self.model.publish(training=graph)
-        with record_function("evenly.forward: send shards"):
+        with phase("forward: send shards"):
             self._send(call, base, wanted, graph)
         own: BaseException | None = None
         output: Any = None
         inputs: dict[int, Tensor] = {}
         try:
-            with record_function("evenly.forward: own shard"):
+            with phase("forward: own shard"):
                 output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:
             self.peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             own = error
-        with record_function("evenly.forward: wait for replicas"):
+        with phase("forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
         try:
             remote = unless_failed(own, found)
@@ -122,7 +122,7 @@ class Call:
         for replica in range(1, self.replicas):
             self.model.buffers.confirm(replica)
         kept = RemoteGraph(team, call)
-        with record_function("evenly.forward: join"):
+        with phase("forward: join"):
             join = joiner(output, remote, base)
         if graph:
             flags = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]

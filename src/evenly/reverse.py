@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from evenly.batchwide import in_shard
 from evenly.ends import End, OfInput, OfParameter, resident
+from evenly.phases import phase
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
 from evenly.team.exchange import ExchangeError
@@ -91,13 +91,13 @@ class Reverse:
         second = team.reserve(1) if again else 0
         team.tell_released()
         with team.nothing_half_done(0 if keep else remote.call, base, NUMBERS_PER_CALL):
-            with record_function("evenly.backward: send gradients"):
+            with phase("backward: send gradients"):
                 own = self._send(remote, gradients, second, base, keep=keep)
             if not keep:
                 self._graph = self._remote = None
                 remote.spent()
             mine, replies = self._run_all(graph, own, base, keep=keep, again=again)
-            with record_function("evenly.backward: sum gradients"):
+            with phase("backward: sum gradients"):
                 total = self._sum(mine.leaves, replies, list(own.values()))
             back = _Back(self.team, mine, replies, base)
             found = Gradients(
@@ -117,7 +117,7 @@ class Reverse:
         failure: BaseException | None = None
         mine = _Mine([], {})
         try:
-            with record_function("evenly.backward: own shard"):
+            with phase("backward: own shard"):
                 started = time.perf_counter()
                 threads = threads_per_replica(team.size)
                 with shared_cores(threads), in_shard(call.peers(), base, call.shard(0)):
@@ -129,7 +129,7 @@ class Reverse:
         except Exception as error:
             call.peers().refuse(base)
             failure = error
-        with record_function("evenly.backward: wait for replicas"):
+        with phase("backward: wait for replicas"):
             replies = [self._reply(replica) for replica in range(1, call.replicas)]
         try:
             return mine, unless_failed(failure, replies)
