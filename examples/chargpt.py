@@ -2,7 +2,6 @@
 
     python examples/chargpt.py                      # two replicas on the CPU
     python examples/chargpt.py --devices cpu:1      # the bare model, for comparison
-    python examples/chargpt.py --devices cuda:0,1   # two GPUs
     python examples/chargpt.py --resume             # go on from the last checkpoint
 
 The loop is that of nanoGPT: gradient accumulation, clipping, warm-up and cosine decay, autocast, evaluation

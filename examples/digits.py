@@ -2,7 +2,6 @@
 
 python examples/digits.py                      # two replicas on the CPU
 python examples/digits.py --devices cpu:1      # the bare model, for comparison
-python examples/digits.py --devices cuda:0,1   # two GPUs
 """
 
 from __future__ import annotations
