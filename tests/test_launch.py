@@ -175,7 +175,9 @@ def expect_failure(source, cwd, *reasons):
 
 def test_a_replica_that_cannot_import_what_it_needs_says_why(tmp_path):
     expect_failure(
-        TRAINS.replace("model = ", "import sys, evenly.engine, evenly.team.teams; sys.path[:] = ['/nowhere']\nmodel = "),
+        TRAINS.replace(
+            "model = ", "import sys, evenly.engine, evenly.team.teams; sys.path[:] = ['/nowhere']\nmodel = "
+        ),
         tmp_path,
         "replica 1 (cpu, pid ",
         "failed to start: it exited with code 1",
