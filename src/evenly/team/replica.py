@@ -7,16 +7,11 @@ that does not is kept and given as the next answer, and operations that come in 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import io
 import os
-import signal
-import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,37 +22,18 @@ from evenly.team import errors, protocol
 from evenly.team.answer import RemoteTensor, outline
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
-from evenly.team.context import Context, RandomState, applied, seed, threads_per_replica
+from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward, differentiate
 from evenly.team.group import Group
 from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
 from evenly.team.memory import Block
-from evenly.team.presence import become_replica, process_memory
+from evenly.team.model import Model
+from evenly.team.presence import process_memory
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, Parcel, pack, unpack
 from evenly.team.store import Store
-from evenly.team.wire import Channel, ChannelClosedError, spin_seconds
-
-
-@dataclass
-class Model:
-    """A replica's copy of a module.
-
-    Attributes:
-        module: The module.
-        holding: Its parameters, and where their gradients go.
-        buffers: Its buffers, whose values come from the driver.
-    """
-
-    module: torch.nn.Module
-    holding: SharedHolding | OwnHolding
-    buffers: Buffers
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Its parameters and other leaf tensors that may require grad, in the driver's order."""
-        return self.holding.leaves
+from evenly.team.wire import Channel, ChannelClosedError
 
 
 class Replica:
@@ -414,30 +390,3 @@ def _unheard() -> Generator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
-
-
-def main(sock: int, memory: int, last_words: int, index: int, count: int) -> None:
-    """Be replica ``index`` of ``count`` until the driver closes its end of the line."""
-    become_replica(index)
-    faulthandler.enable(last_words)
-    channel = Channel(socket.socket(fileno=sock), memory, driver=False, spin=spin_seconds(count))
-    os.close(memory)
-    replica = Replica(channel, index, count)
-    # Ctrl-C in the terminal does not get here (see the driver's side); the driver sends it on when it makes sense.
-    signal.signal(signal.SIGINT, replica.give_up_if_unwanted)
-    # What the user's code prints shall appear at once, and whatever happens to this process.
-    stdout: Any = sys.stdout
-    if isinstance(stdout, io.TextIOWrapper):
-        stdout.reconfigure(line_buffering=True)
-    torch.set_grad_enabled(False)
-    # Until a call says otherwise: more threads than cores would only wait for each other.
-    torch.set_num_threads(threads_per_replica(count))
-    channel.send(encode((int(Status.DONE), os.getpid())))
-    with contextlib.suppress(ChannelClosedError):
-        replica.loop()
-    streams: list[Any] = [sys.stdout, sys.stderr]
-    for stream in streams:
-        with contextlib.suppress(Exception):
-            stream.flush()
-    # Not a normal exit: whatever the user's modules registered with atexit belongs to the driver's process.
-    os._exit(0)

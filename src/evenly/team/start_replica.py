@@ -25,7 +25,7 @@ def _start() -> None:
         with os.fdopen(settings, "rb") as file:
             # Modules that look at the arguments when they are imported shall see the program's.
             sys.path[:], sys.argv[:] = json.load(file)
-        from evenly.team.replica import main
+        from evenly.team.serve import main
     except BaseException:
         import traceback
 

@@ -10,9 +10,8 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
@@ -22,6 +21,7 @@ from evenly.team.memory import Block
 from evenly.team.process import Process, stop_all
 from evenly.team.protocol import Command, Status, decode, encode
 from evenly.team.tracebacks import Places
+from evenly.team.weak import weakly
 from evenly.team.wire import Channel, ChannelClosedError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Team:
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
-        self._watch = _weakly(self.check_alive)
+        self._watch = weakly(self.check_alive)
         self.places = Places()
         """Where the user's program asked for what was sent last, by number."""
 
@@ -396,15 +396,3 @@ class Team:
                 self.broadcast(self.size, int(kind), base, size)
         for _ in range(count):
             self._unneeded.popleft()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a method as long as its object lives: what an object holds must not keep it alive in turn."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    return call

@@ -1,0 +1,31 @@
+"""A replica's copy of a module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenly.team.buffers import Buffers
+from evenly.team.holding import OwnHolding, SharedHolding
+
+
+@dataclass
+class Model:
+    """A replica's copy of a module.
+
+    Attributes:
+        module: The module.
+        holding: Its parameters, and where their gradients go.
+        buffers: Its buffers, whose values come from the driver.
+    """
+
+    module: torch.nn.Module
+    holding: SharedHolding | OwnHolding
+    buffers: Buffers
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Its parameters and other leaf tensors that may require grad, in the driver's order."""
+        return self.holding.leaves
