@@ -124,13 +124,13 @@ class Outputs:
             self._silent.clear()
         outputs = [output, *(_as_meta(answer.output) for answer in answers)]
         second: _Found | None = None
-        for found, whole in self._probes(plan) if key not in self._silent else ():
+        for found, whole, proven in self._probes(plan) if key not in self._silent else ():
             if not _fits(found, whole, outputs, plan.rows):
                 continue
             if not any(isinstance(rule, Unknown) for rule in found[0]):
                 self._known[key] = found
                 return found
-            second = second or found
+            second = found if proven else second or found
         if second is not None:
             self._known[key] = second
             return second
@@ -140,19 +140,33 @@ class Outputs:
             self._known[key] = found
         return found
 
-    def _probes(self, plan: SplitPlan) -> Iterator[tuple[_Found, Any]]:
-        """Probe in several ways, the likeliest to tell first; the caller takes the first that does."""
+    def _probes(self, plan: SplitPlan) -> Iterator[tuple[_Found, Any, bool]]:
+        """Probe in several ways, the likeliest to tell first; the caller takes the first that does.
+
+        Yields:
+            What was found; the output for all rows; whether it is proven, because nothing random was in it, that no
+            rule holds in the mode of the call. Then the other mode is not asked: a model that mixes rows only in
+            training must not be joined by what it does in evaluation.
+        """
         size = plan.size or 1
+        mode = self.model.module.training
         counts = [_FEW_ROWS] if size <= sum(_FEW_ROWS) else [_FEW_ROWS, (size // 2 + 1, size - size // 2 - 1)]
+        refuted = False
         for rows in counts:
             for way in self._ways():
+                if refuted and way.training != mode:
+                    continue
                 try:
                     whole, part_a, part_b, again = self._run(plan, rows, way)
-                    yield infer_rules(whole, part_a, part_b, rows, again=again), whole
+                    found = infer_rules(whole, part_a, part_b, rows, again=again)
                 except ReplicaDied:
                     raise
                 except Exception:  # noqa: S112 - a model that needs more rows, say: then shapes have to tell
                     continue
+                unruled = any(isinstance(rule, Unknown) and not rule.candidates for rule in found[0])
+                proven = unruled and way.training == mode and _same(whole, again)
+                refuted = refuted or proven
+                yield found, whole, proven
 
     def _ways(self) -> list[_Way]:
         """How to probe, the likeliest to tell first.
@@ -225,6 +239,17 @@ def _may_change(rule: OutputRule) -> bool:
         isinstance(rule, Constant)
         or (isinstance(rule, Mean) and not rule.sure)
         or (isinstance(rule, Unknown) and bool(rule.candidates))
+    )
+
+
+def _same(output: Any, again: Any) -> bool:
+    """Whether two runs returned the same values."""
+    found, expected = (flatten(value, root="output")[0] for value in (output, again))
+    tensors = [isinstance(leaf, Tensor) for leaf in found]
+    if tensors != [isinstance(leaf, Tensor) for leaf in expected]:
+        return False
+    return all(
+        agree(*pair) for pair, is_tensor in zip(zip(found, expected, strict=True), tensors, strict=True) if is_tensor
     )
 
 

@@ -355,8 +355,7 @@ class Replica:
         leaves = model.holding.private_leaves()
         parcel = pack(model.module, leaves=LeafRegistry(model.leaves))
         copy = cast("torch.nn.Module", unpack(parcel.payload, [t.clone() for t in parcel.tensors], leaves))
-        if not training:
-            copy.eval()
+        _set_mode(copy, training=training)
         if dtype >= 0:
             copy.to(protocol.DTYPES[dtype])
             tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
@@ -378,6 +377,14 @@ class Replica:
         """Answer with what this replica has done and what it holds."""
         held = (len(self.values), len(self.graphs), len(self.models))
         self._reply(self.rows, self.seconds, process_memory(), held)
+
+
+def _set_mode(module: torch.nn.Module, *, training: bool) -> None:
+    """Put a probe's copy into a mode, but without what is per replica, or random, by design."""
+    module.train(training)
+    for part in module.modules():
+        if isinstance(part, (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)):
+            part.eval()
 
 
 @contextlib.contextmanager
