@@ -63,10 +63,6 @@ class Call:
         self.trainable = model.trainable
         self.first_ends: Sequence[End] = ()
 
-    def wants_gradient(self, leaf: TensorLeaf) -> bool:
-        """Whether the user wants a gradient of this input."""
-        return torch.is_grad_enabled() and leaf.value.requires_grad
-
     def shard(self, replica: int) -> Shard:
         """A replica's place in the batch."""
         rows = self.plan.rows

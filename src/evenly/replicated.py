@@ -14,8 +14,8 @@ from evenly.team.buffers import Buffers
 from evenly.team.collectives import Collectives, Kind, collectives_for
 from evenly.team.memory import Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, can_travel, encode, wire_forms
-from evenly.team.shipping import LeafRegistry, Parcel, pack
-from evenly.watch import DELETED, Changes, Watch
+from evenly.team.shipping import LeafRegistry, pack
+from evenly.watch import Changes, Watch
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
@@ -118,24 +118,15 @@ class Replicated:
 
     def _patch(self, watch: Watch, changes: Changes) -> None:
         team = self.team
-        parcel = Parcel(b"")
-        if changes.attributes:
-            modules = {id(module): position for position, module in enumerate(self.module.modules())}
-            values = [
-                (position, name, value is DELETED, None if value is DELETED else value)
-                for position, name, value in changes.attributes
-            ]
-            registry = LeafRegistry(self.leaves)
-            parcel = pack(values, leaves=registry, known_modules=modules, name="changed attributes")
-            if len(registry) != len(self.leaves):  # a new leaf tensor came in with an attribute
-                self._ship()
-                return
+        modules = {id(module): position for position, module in enumerate(self.module.modules())}
+        registry = LeafRegistry(self.leaves)
+        parcel = pack(changes, leaves=registry, known_modules=modules, name="changed attributes")
+        if len(registry) != len(self.leaves):  # a new leaf tensor came in with an attribute
+            self._ship()
+            return
         team.phase = "following changes of the module"
         specs, data = wire_forms(parcel.tensors)
-        training = None if changes.training is None else tuple(changes.training)
-        flags = tuple((position, flag) for position, flag in changes.requires_grad)
-        command = (int(Command.PATCH), self.number, training, flags, parcel.payload or None, specs)
-        header = encode(command)
+        header = encode((int(Command.PATCH), self.number, parcel.payload, specs))
         for replica in range(1, team.size):
             team.ask(replica, header, data)
         team.collect(range(1, team.size))

@@ -57,8 +57,9 @@ class Changes:
                 vars(modules[index]).pop(name, None)
             else:
                 vars(modules[index])[name] = value
-        for module, training in zip(modules, self.training or (), strict=False):
-            module.training = training
+        if self.training is not None:
+            for module, training in zip(modules, self.training, strict=True):
+                module.training = training
         for index, flag in self.requires_grad:
             leaves[index].requires_grad_(flag)
 

@@ -186,30 +186,12 @@ class Replica:
         assert self.group is not None  # noqa: S101 - and has told of the group
         holding.reduce(self.group, wanted, taking_part=self.index in taking_part)
 
-    def patch(
-        self,
-        number: int,
-        training: tuple[bool, ...] | None,
-        requires_grad: tuple[tuple[int, bool], ...],
-        attributes: bytes | None,
-        specs: tuple[Any, ...],
-    ) -> None:
+    def patch(self, number: int, changes: bytes, specs: tuple[Any, ...]) -> None:
         """Follow what changed on the driver's module since the last call."""
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
         model = self.models[number]
         modules = list(model.module.modules())
-        if training is not None:
-            for module, flag in zip(modules, training, strict=True):
-                module.training = flag
-        for position, flag in requires_grad:
-            model.leaves[position].requires_grad_(flag)
-        if attributes is not None:
-            changes = cast("list[tuple[int, str, bool, Any]]", unpack(attributes, tensors, model.leaves, modules))
-            for position, name, deleted, value in changes:
-                if deleted:
-                    modules[position].__dict__.pop(name, None)
-                else:
-                    modules[position].__dict__[name] = value
+        unpack(changes, tensors, model.leaves, modules).apply(modules, model.leaves)
         self._reply()
 
     def forget(self, numbers: tuple[int, ...]) -> None:
