@@ -55,7 +55,10 @@ def applied(context: Context, previous: Context | None) -> Generator[None]:
     )
     if previous is None or context[_GLOBALS] != previous[_GLOBALS]:
         torch.set_default_dtype(DTYPES[int(default_dtype)])
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        # To set it imports all of Inductor, a second's work.
+        now = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        if now != (deterministic, warn_only):
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
     with contextlib.ExitStack() as stack:
