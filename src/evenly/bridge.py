@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 def run(call: Call, joiner: Callable[[Any, Sequence[Answer], int], Join]) -> Any:
     """Run a call and return its joined output, in the driver's autograd graph where gradients are wanted."""
     inputs = [position for position, leaf in enumerate(call.leaves) if leaf.value.requires_grad]
-    if not torch.is_grad_enabled() or not (call.parameters or inputs):
+    if not torch.is_grad_enabled():
         join, _ = call.forward(joiner, graph=False)
         return join.build(join.take())
-    values = [call.leaves[position].value for position in inputs]
+    tensors = [*call.parameters, *(call.leaves[position].value for position in inputs)]
+    # What forward returns may require grad even if nothing given to it does: it may make leaves of its own.
+    anchor = None if tensors else torch.empty(0, requires_grad=True)
     state = _State(call, joiner, inputs)
-    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, *call.parameters, *values))  # pyright: ignore[reportUnknownMemberType]
+    outputs = cast("tuple[Tensor, ...] | None", _Bridge.apply(state, anchor, *tensors))  # pyright: ignore[reportUnknownMemberType]
     join = state.join
     assert join is not None  # noqa: S101 - set by the forward
     return join.build(outputs or ())
@@ -53,7 +55,8 @@ class _Bridge(torch.autograd.Function):
     """The model as one node of the driver's graph."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, state: _State, anchor: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        del anchor
         assert state.joiner is not None  # noqa: S101
         join, ctx.reverse = state.call.forward(state.joiner, graph=True)
         state.join, state.joiner = join, None
@@ -71,13 +74,13 @@ class _Bridge(torch.autograd.Function):
         reverse = cast("Reverse", ctx.reverse)
         keep = _keeps_graph()
         if all(gradient is None for gradient in gradients):
-            return (None,) * (1 + len(ctx.tensors))
+            return (None,) * (2 + len(ctx.tensors))
         if torch.is_grad_enabled():  # create_graph=True
             bridge = cast("Any", _GradientBridge)
-            return (None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
+            return (None, None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
         with reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=keep)
-        return (None, *found.parameters, *found.inputs)
+        return (None, None, *found.parameters, *found.inputs)
 
 
 class _GradientBridge(torch.autograd.Function):

@@ -55,7 +55,8 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         device_ids: The devices.
 
     Raises:
-        ValueError: The devices make no sense, or the module has no parameters.
+        ValueError: The devices make no sense, or another argument does not fit them.
+        TypeError: What is wrapped is no module.
 
     Example:
         >>> model = DataParallel(MyModel(), device_ids=["cpu", "cpu"])
@@ -84,12 +85,6 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             message = f"DataParallel wraps a torch.nn.Module, got a {type(module).__name__}"
             raise TypeError(message)
         devices = resolve_devices(device_ids, output_device)
-        if not any(True for _ in module.parameters()):
-            message = (
-                f"DataParallel needs a module with parameters, and {type(module).__name__} has none: "
-                "there is nothing to train; call it directly"
-            )
-            raise ValueError(message)
         if split is not None and len(split) != len(devices):
             message = f"split has {len(split)} weights for {len(devices)} devices: give one for each"
             raise ValueError(message)

@@ -23,6 +23,11 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200  # PyBUF_WRITE
+
 _ALIGNMENT = 64  # bytes: a cache line, and what vectorised kernels like best
 
 
@@ -88,16 +93,17 @@ class Block:
         self.close()
 
 
-def _map(descriptor: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
+def _map(descriptor: int, size: int, flags: int) -> memoryview:
     """Map memory as a buffer, which is unmapped when the last reference goes.
 
-    Python's own ``mmap`` keeps a descriptor open for as long as the mapping lives, and a model has several.
+    Python's own ``mmap`` keeps a descriptor open for as long as the mapping lives, and a model has several. An array
+    of ctypes has a class of its own for every size, which only the garbage collector takes away.
     """
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
-    buffer = (ctypes.c_char * size).from_address(address)
+    buffer: memoryview = _view_memory(address, size, _WRITABLE)
     unmap = weakref.finalize(buffer, _libc.munmap, address, size)
     unmap.atexit = False  # tensors may still be in use then, and the system unmaps in any case
     return buffer
