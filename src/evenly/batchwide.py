@@ -3,7 +3,8 @@
 A mean over valid tokens, or over class weights, is not the mean of the shards' means, and batch normalisation
 normalises with the statistics of all rows. So the replicas exchange a few numbers in the middle of forward:
 
-- ``F.cross_entropy`` and ``F.nll_loss`` with ``reduction="mean"`` divide by the weight of all targets of the batch;
+- losses whose mean is not over rows (``F.cross_entropy`` and kin) divide by what all targets of the batch weigh; see
+  :mod:`evenly.means`;
 - ``F.batch_norm`` in training uses the whole batch's statistics, if the model was wrapped with ``sync_batchnorm``;
 - :func:`whole_batch` is there for every other denominator.
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from evenly.means import LOSSES
 from evenly.team.exchange import ExchangeError
 
 if TYPE_CHECKING:
@@ -131,7 +133,25 @@ def probed(
     for (args, kwargs), summer, count in zip(calls, summers, (total, *rows, total), strict=True):
         with _summing(summer), WholeBatch(count / total, sync_batchnorm=sync_batchnorm):
             outputs.append(module(*args, **kwargs))
+    whole, part_a, part_b, _ = (summer.count for summer in summers)
+    if part_a and part_b and part_a + part_b == whole:
+        raise SumsPerRowError(whole, total)
     return outputs
+
+
+class SumsPerRowError(ValueError):
+    """Each row has sums over the whole batch of its own: they would be added to those of other replicas' rows."""
+
+    def __init__(self, sums: int, rows: int) -> None:
+        super().__init__(
+            f"forward computes {sums} means over the whole batch (F.cross_entropy, evenly.whole_batch) for {rows} "
+            "rows, one by one in a loop: each would be normalised together with another replica's row. Give it all "
+            'rows at once, or use reduction="sum" and divide by the number of each row\'s own labels'
+        )
+        self.sums, self.rows = sums, rows
+
+    def __reduce__(self) -> tuple[type[SumsPerRowError], tuple[int, int]]:
+        return type(self), (self.sums, self.rows)
 
 
 class _Record:
@@ -139,6 +159,10 @@ class _Record:
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
+
+    @property
+    def count(self) -> int:
+        return len(self.sums)
 
     def sum(self, tensor: Tensor) -> Tensor:
         self.sums.append(tensor.detach().clone())
@@ -150,14 +174,14 @@ class _Replay:
 
     def __init__(self, sums: list[Tensor]) -> None:
         self._sums = sums
-        self._next = 0
+        self.count = 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        if self._next == len(self._sums) or self._sums[self._next].shape != tensor.shape:
+        if self.count == len(self._sums) or self._sums[self.count].shape != tensor.shape:
             message = "what is summed over the whole batch depends on the rows"
             raise ExchangeError(message)
-        self._next += 1
-        return self._sums[self._next - 1].clone()
+        self.count += 1
+        return self._sums[self.count - 1].clone()
 
 
 class WholeBatch(TorchFunctionMode):
@@ -183,59 +207,14 @@ class WholeBatch(TorchFunctionMode):
         """Pass on all calls but those that the class is about."""
         del types
         kwargs = kwargs or {}
-        replacement = _REPLACED.get(func)
-        if replacement is None:
-            return func(*args, **kwargs)
-        return replacement(self, *args, **kwargs)
+        if func is F.batch_norm:
+            return _batch_norm(self, *args, **kwargs)
+        loss = LOSSES.get(func)
+        return func(*args, **kwargs) if loss is None else loss(self.mean, *args, **kwargs)
 
     def mean(self, numerator: Tensor, denominator: Tensor) -> Tensor:
         """A sum divided by a count, over the whole batch; see [Note: scaled means]."""
         return numerator / whole_batch(denominator).to(numerator.dtype) / self.share
-
-
-def _cross_entropy(
-    mode: WholeBatch,
-    input: Tensor,  # noqa: A002 - as in F.cross_entropy
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    legacy = size_average is not None or reduce is not None
-    if legacy or reduction != "mean" or target.is_floating_point() or input.dim() < 2:  # noqa: PLR2004
-        return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    total = F.cross_entropy(
-        input, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
-    return mode.mean(total, _weight_of(target, weight, ignore_index, total.dtype))
-
-
-def _nll_loss(
-    mode: WholeBatch,
-    input: Tensor,  # noqa: A002 - as in F.nll_loss
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    legacy = size_average is not None or reduce is not None
-    if legacy or reduction != "mean" or input.dim() < 2:  # noqa: PLR2004
-        return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
-    total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum")
-    return mode.mean(total, _weight_of(target, weight, ignore_index, total.dtype))
-
-
-def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    """What the targets of this shard weigh together: their number, without class weights."""
-    valid = target != ignore_index
-    if weight is None:
-        return valid.sum().to(torch.float64)
-    return (weight.detach().to(dtype)[target.where(valid, 0)] * valid).sum().to(torch.float64)
 
 
 def _batch_norm(
@@ -273,10 +252,3 @@ def _batch_norm(
     if bias is not None:
         out = out + bias.view(shape)
     return out.to(input.dtype)
-
-
-_REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    F.batch_norm: _batch_norm,
-}

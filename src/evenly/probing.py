@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.batchwide import SumsPerRowError
 from evenly.joining import Join, Joiner, agree
 from evenly.outputs import Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Sum, Unknown, override_rules
 from evenly.packed import layout_of
@@ -159,7 +160,7 @@ class Outputs:
                 try:
                     whole, part_a, part_b, again = self._run(plan, rows, way)
                     found = infer_rules(whole, part_a, part_b, rows, again=again)
-                except ReplicaDied:
+                except (ReplicaDied, SumsPerRowError):
                     raise
                 except Exception:  # noqa: S112 - a model that needs more rows, say: then shapes have to tell
                     continue

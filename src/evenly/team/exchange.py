@@ -146,7 +146,7 @@ class Exchange:
             if seen % 2 and seen // 2 >= self._first:
                 message = (
                     f"replica {replica} ended without the sum over the whole batch that replica {self.index} waits "
-                    "for: all replicas must compute the same losses and statistics inside of forward"
+                    "for: all replicas must compute the same losses and statistics inside of forward, not one per row"
                 )
                 raise ExchangeError(message)
             if time.perf_counter() > deadline:
