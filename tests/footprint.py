@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,7 +54,7 @@ def leaks_since(before: Footprint, grace_seconds: float = GRACE_SECONDS) -> list
 def _children() -> dict[tuple[int, float], str]:
     """Describe the living and the unreaped descendants; a pid may return, with its start time it does not."""
     found = {}
-    for child in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True) + replicas_from(nursery().pid if nursery() else 0):
         try:
             with child.oneshot():
                 status = child.status()
@@ -63,11 +65,27 @@ def _children() -> dict[tuple[int, float], str]:
     return found
 
 
+def nursery() -> Any:
+    """What replicas of this process are forked from, or None: it stays as long as this process."""
+    module = sys.modules.get("evenly.team.nursery")
+    return module and module._nursery
+
+
+def replicas_from(nursery_pid: int) -> list[psutil.Process]:
+    """Find what a nursery has forked, which is none of the driver's children."""
+    try:
+        return psutil.Process(nursery_pid).children(recursive=True) if nursery_pid else []
+    except psutil.NoSuchProcess:
+        return []
+
+
 def _descriptors() -> dict[int, str]:
+    line = nursery()._line if nursery() else -1
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         try:
-            found[int(link.name)] = str(link.readlink())
+            if int(link.name) != line:
+                found[int(link.name)] = str(link.readlink())
         except FileNotFoundError:  # the descriptor that lists the folder
             continue
     return found

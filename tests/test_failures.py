@@ -15,7 +15,7 @@ import orders
 from evenly import DataParallel
 from evenly.team.errors import ReplicaDied, ReplicaError
 from evenly.team.values import ask_report
-from orders import BOUND_SECONDS, Obedient, ShapeError, X, expect_working, on, when_exists
+from orders import BOUND_SECONDS, Obedient, ShapeError, X, expect_working, on, wait_for, when_exists
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +148,9 @@ def expect_death(act, reason, seconds=BOUND_SECONDS):
     return caught.value
 
 
-def kill_and_see_it_end(pid):
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+def kill_and_see_it_end(model, replica):
+    os.kill(model._team.pids()[replica - 1], signal.SIGKILL)
+    wait_for(lambda: model._team._processes[replica - 1].death())
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -189,7 +189,7 @@ def test_a_replica_that_is_killed_from_outside_while_the_driver_waits(model, pha
 
 def test_a_replica_that_is_killed_while_idle(model):
     out = model(X)
-    kill_and_see_it_end(model._team.pids()[0])
+    kill_and_see_it_end(model, 1)
     expect_death(lambda: model(X), "was killed by SIGKILL while it was idle")
     with pytest.raises(RuntimeError, match="have been stopped or have died"):
         out.sum().item()
@@ -207,7 +207,7 @@ def test_a_death_is_noticed_by_whoever_uses_rows_that_died_with_it(model):
 
 def test_a_replica_that_is_killed_while_it_starts():
     model = DataParallel(Obedient(), device_ids=["cpu"] * 3)
-    kill_and_see_it_end(model._team.pids()[1])
+    kill_and_see_it_end(model, 2)
     expect_death(lambda: model(X), "replica 2 .* was killed by SIGKILL while it was starting")
     torch.testing.assert_close(model(X).full_tensor(), model.module(X))
 

@@ -166,7 +166,7 @@ def test_what_forward_prints_appears_and_nothing_else(tmp_path):
 
 def expect_failure(source, cwd, *reasons):
     started = time.monotonic()
-    done = run("-c", source, cwd=cwd)
+    done = run("-c", source, cwd=cwd, EVENLY_PREFORK="0")
     assert done.returncode == 1
     for reason in reasons:
         assert reason in done.stderr
@@ -186,7 +186,7 @@ def test_a_replica_that_cannot_import_what_it_needs_says_why(tmp_path):
 
 
 def test_a_module_that_cannot_be_imported_there_is_named(tmp_path):
-    once = "if 'replica' in open('/proc/self/cmdline').read(): raise OSError('only once')"
+    once = "if 'replica' in open('/proc/self/comm').read(): raise OSError('only once')"
     script(tmp_path, once, "once.py")
     expect_failure(
         TRAINS.replace("class Model(nn.Module):", "import once\nclass Model(nn.Module):\n    once = once"),

@@ -21,22 +21,25 @@ from evenly import DataParallel
 from orders import BOUND_SECONDS, Obedient, X, on, wait_for
 
 HEADER = """
-import os, signal, sys, threading, time
+import evenly
+import ctypes, os, signal, sys, threading, time
 import torch
 import orders
 from orders import *
 
 model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
 out = model(X)
+from footprint import nursery
+open(sys.argv[1] + "-nursery", "w").write(str(nursery().pid))
 """
 
 
-def start(body, *arguments):
-    """A driver in a process of its own. It prints "ready" and goes on."""
+def start(body, sign, **environment):
+    """A driver in a process of its own, which has a path that it may write to."""
     here = os.fspath(Path(__file__).parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)]), **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", HEADER + textwrap.dedent(body), *map(str, arguments)],
+        [sys.executable, "-c", HEADER + textwrap.dedent(body), os.fspath(sign)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,9 +66,8 @@ def expect_gone(processes):
         time.sleep(0.01)
 
 
-def replicas_of(driver):
-    children = psutil.Process(driver.pid).children(recursive=True)
-    return [child for child in children if "start_replica" in str(child.cmdline())]
+def nursery_of(sign):
+    return psutil.Process(int(Path(f"{sign}-nursery").read_text()))
 
 
 # ---------------------------------------------------------------------- the driver's end
@@ -82,6 +84,15 @@ KILLED_WHILE = {
                 open(sign, 'w'); time.sleep(600)
         next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
     """,
+    "holding the GIL": """
+        class Stuck(Obedient):
+            def forward(self, x):
+                if evenly.team.presence.inside_replica():
+                    open(sign, 'w')
+                    ctypes.PyDLL(None).sleep(600)
+                return super().forward(x)
+        DataParallel(Stuck(), device_ids=["cpu", "cpu"])(X)
+    """,
     "starting replicas": """
         other = DataParallel(Obedient(), device_ids=["cpu"] * 3)
         open(sign, 'w'); time.sleep(600)
@@ -89,19 +100,21 @@ KILLED_WHILE = {
 }
 
 
+@pytest.mark.parametrize("prefork", ["1", "0"])
 @pytest.mark.parametrize("when", KILLED_WHILE)
-def test_all_replicas_are_gone_soon_after_a_driver_is_killed(when, tmp_path):
+def test_all_replicas_are_gone_soon_after_a_driver_is_killed(when, prefork, tmp_path):
     sign = tmp_path / "sign"
-    driver = start("sign = sys.argv[1]\n" + textwrap.dedent(KILLED_WHILE[when]), sign)
-    with driver:
+    body = "sign = sys.argv[1]\n" + textwrap.dedent(KILLED_WHILE[when])
+    with start(body, sign, EVENLY_PREFORK=prefork) as driver:
         wait_for(sign.exists)
-        replicas = replicas_of(driver)
-        others = [child for child in psutil.Process(driver.pid).children(recursive=True) if child not in replicas]
-        assert len(replicas) == (3 if when == "starting replicas" else 1)
+        nursery = nursery_of(sign)
+        wait_for(lambda: len(nursery.children()) == (3 if when == "starting replicas" else 1))
+        replicas = nursery.children()
+        workers = psutil.Process(driver.pid).children(recursive=True)
         driver.kill()
-        expect_gone(replicas)
-        for other in others:  # the worker looks for its parent every five seconds only
-            other.kill()
+        expect_gone([nursery, *replicas])
+        for worker in workers:  # it looks for its parent every five seconds only
+            worker.kill()
 
 
 ENDS = {
@@ -126,16 +139,17 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_a_driver_that_ends_takes_its_replicas_along(how, tmp_path):
     body, code = ENDS[how]
-    sign = tmp_path / "pids"
-    body = f"open({os.fspath(sign)!r}, 'w').write(str(model._team.pids()[0]))\n" + textwrap.dedent(body)
+    pids = tmp_path / "pids"
+    body = f"open({os.fspath(pids)!r}, 'w').write(f'{{model._team.pids()[0]}} {{nursery().pid}}')\n" + textwrap.dedent(
+        body
+    )
     with start(body, tmp_path / "sign") as driver:
         out, err = driver.communicate(timeout=60)
     assert driver.returncode == code, err
     assert out == ""
     assert ("Traceback" in err) == (code == 1), err
     assert "rror ignored" not in err
-    pid = int(sign.read_text())
-    expect_gone([psutil.Process(pid)] if psutil.pid_exists(pid) else [])
+    expect_gone([psutil.Process(pid) for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)])
 
 
 # ---------------------------------------------------------------------- the model's end

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from evenly.data_parallel import DataParallel, data_parallel
+from evenly.team.forking import fork_nursery
 
 if TYPE_CHECKING:
     from evenly import checkpoint
@@ -50,3 +51,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_LATER[name]), name)
     globals()[name] = value
     return value
+
+
+fork_nursery()

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import select
 import signal
 import socket
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from evenly.team.memory import Block
+from evenly.team.nursery import NEWS, order_replica
 from evenly.team.wire import Channel, channel_memory, channel_sockets, spin_seconds
 
 if TYPE_CHECKING:
     import torch
 
 _LAST_WORDS_BYTES = 1 << 16
-_SCRIPT = os.path.join(os.path.dirname(__file__), "start_replica.py")  # noqa: PTH118, PTH120
+START_SECONDS = 120
+"""How long a replica may take to start: a new nursery imports torch, on a busy machine perhaps from a cold disk."""
+_KILL_SECONDS = 5
+"""How long one that was killed may take to end; it may still have memory to give back."""
 
 
 class Process:
@@ -32,38 +35,72 @@ class Process:
 
     Raises:
         OSError: The interpreter cannot be run, or there is no room for another process.
+        RuntimeError: The interpreter does not do what it should.
     """
 
     def __init__(self, index: int, count: int, device: torch.device) -> None:
         self.index = index
         self.device = device
+        self._pid = 0
+        self._code: int | None = None
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as always:
             ours, theirs = channel_sockets()
             on_failure.callback(ours.close)
             always.callback(theirs.close)
+            # What becomes of it is told here; to close this end means its end.
+            self._life, told = channel_sockets()
+            on_failure.callback(self._life.close)
+            self._heard = select.poll()
+            self._heard.register(self._life, select.POLLIN)
+            always.callback(told.close)
             memory = channel_memory()
             always.callback(os.close, memory)
-            settings = _settings()
-            always.callback(os.close, settings)
             self._last_words = Block.allocate(_LAST_WORDS_BYTES)
-            inherited = (settings, theirs.fileno(), memory, self._last_words.descriptor)
-            numbers = [str(number) for number in (*inherited, index, count, os.getpid())]
-            self._popen = _popen([*_interpreter(), _SCRIPT, *numbers], inherited)
-            self.pid = self._popen.pid
+            handed = (told.fileno(), theirs.fileno(), memory, self._last_words.descriptor)
+            # Held, because the replica lives no longer than it.
+            self._nursery = order_replica(index, count, handed)
             self.channel = Channel(ours, memory, driver=True, spin=spin_seconds(count))
             on_failure.pop_all()
 
+    @property
+    def pid(self) -> int:
+        """Its process id, waited for while it is started; 0 if it came to no process."""
+        self._hear_until(lambda: self._pid > 0, START_SECONDS)
+        return self._pid
+
     def death(self) -> int | None:
         """Its exit code (negative: the signal) once it has ended."""
-        return self._popen.poll()
+        self._hear_until(lambda: False, 0)
+        return self._code
 
     def await_death(self, seconds: float) -> int:
         """Its exit code. It is killed if it does not end by itself within ``seconds``."""
-        try:
-            return self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            return self._popen.wait()
+        if self.death() is None and self._pid:  # one that has not begun yet never will
+            self._hear_until(lambda: False, seconds)
+            self._signal(signal.SIGKILL)
+            self._hear_until(lambda: False, _KILL_SECONDS)
+        return -signal.SIGKILL if self._code is None else self._code
+
+    def _hear_until(self, enough: Callable[[], bool], seconds: float) -> None:
+        """Take in what is told of it until that is ``enough``, or its end, but no longer than ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self._code is None and not enough():
+            if not self._heard.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return
+            try:
+                news = self._life.recv(NEWS.size)
+            except OSError:
+                news = b""
+            if news:
+                self._pid, ended, code = NEWS.unpack(news)
+                self._code = code if ended else None
+            else:  # the nursery is gone, and takes all along
+                self._code = -signal.SIGKILL
+
+    def _signal(self, number: int) -> None:
+        # The nursery does not bury it before this object lets go: the number can mean nobody else.
+        if self.death() is None and self._pid:
+            os.kill(self._pid, number)
 
     def words(self) -> str:
         """What it wrote in its last moments."""
@@ -72,7 +109,11 @@ class Process:
     def interrupt(self, token: int) -> None:
         """Have it give up what it is doing, wherever Python code can be interrupted."""
         self.channel.interrupt(token)
-        self._popen.send_signal(signal.SIGINT)
+        self._signal(signal.SIGINT)
+
+    def give_up_start(self) -> None:
+        """It does not start, so what it should come from does not work: end that, and all that came from it."""
+        self._nursery.kill()
 
     def order_end(self) -> None:
         """Close the line, which it takes as the order to end."""
@@ -83,12 +124,13 @@ class Process:
         """See it end: by itself until ``deadline`` (of the monotonic clock), then killed."""
         self.channel.close()
         self.await_death(max(0.0, deadline - time.monotonic()))
+        self._life.close()
         self._last_words.close()
 
     def disown(self) -> None:
         """In a forked child of the driver: have nothing to do with it, and hold nothing open."""
-        self._popen.returncode = 0  # or its finalizer would complain about a child that still runs
         self.channel.close()
+        self._life.close()
         self._last_words.close()
 
 
@@ -114,43 +156,3 @@ def stop_all(processes: list[Process], owner: int, seconds: float) -> None:
         for process in ending:
             process.end(deadline=0)
         raise
-
-
-def _popen(command: list[str], inherited: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=inherited,
-            # Ctrl-C in the terminal is for the driver alone.
-            start_new_session=True,
-        )
-    except OSError as error:
-        message = f"cannot start a replica with the interpreter {command[0]!r} (sys.executable): {error.strerror}"
-        raise type(error)(error.errno, message) from error
-
-
-def _interpreter() -> list[str]:
-    """The command of this interpreter with the flags that it runs with."""
-    if not sys.executable:
-        message = (
-            "sys.executable is empty, as in some programs that embed Python: set it to the path of a Python "
-            "interpreter that can import torch, for replicas to be started with"
-        )
-        raise RuntimeError(message)
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags]
-
-
-def _settings() -> int:
-    """A descriptor of what a replica takes over before it imports anything: the import path and the arguments."""
-    path = [_absolute(str(entry)) for entry in sys.path]
-    descriptor = os.memfd_create("evenly-settings", os.MFD_CLOEXEC)
-    os.write(descriptor, json.dumps([path, sys.argv]).encode())
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    return descriptor
-
-
-def _absolute(entry: str) -> str:
-    """A folder of the import path by its full name; what only an import hook understands stays as it is."""
-    return os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry  # noqa: PTH100, PTH110

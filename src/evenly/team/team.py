@@ -18,7 +18,7 @@ from evenly.team import errors
 from evenly.team.exchange import Exchange, exchange_bytes
 from evenly.team.group import Group
 from evenly.team.memory import Block
-from evenly.team.process import Process, stop_all
+from evenly.team.process import START_SECONDS, Process, stop_all
 from evenly.team.protocol import Command, Status, decode, encode
 from evenly.team.tracebacks import Places
 from evenly.team.weak import weakly
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-START_SECONDS = 120
-"""How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
 _MANY_RELEASED = 16
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
@@ -148,6 +146,7 @@ class Team:
         except ChannelClosedError:
             raise self._lost(process) from None
         except _TookTooLongError:
+            process.give_up_start()
             self.stop()
             message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
             raise TimeoutError(message) from None
