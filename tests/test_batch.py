@@ -289,7 +289,7 @@ def test_in_dims_as_a_dict_names_only_some_arguments():
 @pytest.mark.parametrize(
     ("in_dims", "message"),
     [
-        ((0,), "in_dims has 1 entries, but the call has 2"),
+        ((0,), "in_dims has 1 entry, but the call has 2 positional arguments: give one for each"),
         ((0, 2), r"dimension 2 for args\[1\], which has 1 dimensions"),
         ((1, 0), r"args\[1\] has size 4 along dimension 0"),
         ({"nobody": 0}, r"in_dims names \['nobody'\]"),

@@ -381,7 +381,7 @@ def test_the_user_can_say_what_an_output_is():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"out_dims": {"nobody": 0}}, "does not fit output"),
+        ({"out_dims": {"nobody": 0}}, r"out_dims names \['nobody'\] in output, which has only \['loss', 'h'\]"),
         ({"out_dims": {"h": 5}}, r"out_dims gives 5 for output\[\"h\"\]"),
         ({"scalar_outputs": "median"}, "scalar_outputs gives 'median'"),
     ],

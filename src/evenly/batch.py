@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from evenly.containers import ATOMS
-from evenly.marks import Along, InDims, Marker, Samples, is_marker, mark_call, replicate, samples
+from evenly.marks import Along, InDims, Marker, Samples, is_marker, mark_call, replicate, samples, unmarked
 from evenly.parts import Items, Packed, Part, TensorLeaf, Unit, Whole, cut
 from evenly.rows import split_rows
 from evenly.structure import LEAF, Tree, flatten, is_record, unpack
@@ -156,11 +156,11 @@ def plan_split(
         weights: Proportions of rows, see `split_rows`.
         in_dims: As in `torch.vmap`, what the rows of each argument are: an int for the dimension of a tensor
             (of all tensors in a container), None for an argument given whole, "samples" for a sequence with
-            one item per row. A tuple or list has one entry per positional argument, and keyword arguments
-            follow the rules. A dict names arguments by position (int) or keyword (str), and arguments that it
-            does not name follow the rules. An int or "samples" alone goes for every argument; None alone says
-            nothing. Entries may be nested like the argument; a dict in them, too, needs to name only the keys
-            it is about.
+            one item per row, `...` for what the rules say. A tuple or list has one entry per positional
+            argument, and keyword arguments follow the rules. A dict names arguments by position (int) or keyword
+            (str), and arguments that it does not name follow the rules. An int or "samples" alone goes for every
+            argument; None alone says nothing. Entries may be nested like the argument; a dict in them, too,
+            needs to name only the keys it is about.
         min_rows: No shard has fewer rows (2 for BatchNorm in training), unless the batch has.
 
     Raises:
@@ -233,7 +233,7 @@ class _Planner:
         tree = self.container(value, path, along)
         if all(isinstance(unit, Whole) and not unit.tensors for unit in self.units[mark:]):
             # The driver's own object must reach replica 0: a deque that forward appends to, a dict it fills.
-            self.units[mark:] = [Whole(path, _unmarked(value))]
+            self.units[mark:] = [Whole(path, unmarked(value))]
             return LEAF
         return tree
 
@@ -290,7 +290,10 @@ class _Planner:
     def samples(self, value: Sequence[Any], path: str) -> Unit:
         """Decides on a sequence that is known to have one item per row."""
         if self.strict and len(value) != self.size:
-            self.refuse(path, f"has {len(value)} items, one per row")
+            raise ValueError(
+                f"{path} has {len(value)} items, but the batch has {self.size} rows ({self.origin()}): give one "
+                "item for each row, or evenly.replicate(...) around it if each replica needs all of it"
+            )
         return Items.of(value, path)
 
     def is_per_sample(self, value: Sequence[Any], path: str) -> bool:
@@ -342,13 +345,6 @@ def _same_tensors(tensors: Sequence[torch.Tensor | None], leaves: Sequence[Tenso
     return all(new is leaf.value for new, leaf in zip(tensors, leaves, strict=True))
 
 
-def _unmarked(value: Any) -> Any:
-    leaves, tree = flatten(value, is_leaf=is_marker)
-    if not any(isinstance(leaf, Marker) for leaf in leaves):
-        return value
-    return tree.rebuild([leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves])
-
-
 def _find_size(leaves: Sequence[Any], dim: int) -> tuple[int, int] | None:
     """The number of rows, and which leaf says so: a marked one rather than the first tensor."""
     for place, leaf in enumerate(leaves):
@@ -382,4 +378,8 @@ def _size_along(leaf: Any, dim: int) -> int | None:
 
 def _origin(tree: Tree, leaves: Sequence[Any], place: int) -> str:
     leaf, path = leaves[place], tree.paths(("args", "kwargs"))[place]
+    if isinstance(leaf, Along):
+        path, leaf = f"{path} along dimension {leaf.dim}", leaf.value
+    if isinstance(leaf, Samples):
+        return f"{path}, one for each of its {len(leaf.value)} items"
     return f"{path}, shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else path

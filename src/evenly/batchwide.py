@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def whole_batch(x: Tensor) -> Tensor:
+Summand = TypeVar("Summand", Tensor, int, float)
+
+
+def whole_batch(x: Summand) -> Summand:
     """The sum of ``x`` over all replicas, for use inside ``forward``; ``x`` itself in a bare module.
 
     Use it as the denominator of a mean that is not over rows::
@@ -57,16 +60,27 @@ def whole_batch(x: Tensor) -> Tensor:
         loss = (losses * mask).sum() / evenly.whole_batch(mask.sum())
 
     Args:
-        x: A tensor computed from this replica's rows; of the same shape and dtype in all replicas.
+        x: A number, or a tensor of them, computed from this replica's rows; of the same shape and dtype in all
+            replicas.
 
     Returns:
-        A tensor like ``x``. Gradients flow through it.
+        A tensor or a number like ``x``. Gradients flow through it.
 
     Raises:
+        TypeError: There is nothing to add up in ``x``.
         ExchangeError: Another replica did not get to this point.
     """
     summer = _current.summer
-    return x if summer is None else cast("Tensor", cast("Any", _Sum).apply(x, summer))
+    if isinstance(x, Tensor) and x.dtype != torch.bool:
+        return x if summer is None else cast("Tensor", cast("Any", _Sum).apply(x, summer))
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        what = "a tensor of booleans" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        message = f"evenly.whole_batch adds up numbers, got {what}: give it a count or a sum, like mask.sum()"
+        raise TypeError(message)
+    if summer is None:
+        return x
+    dtype = torch.int64 if isinstance(x, int) else torch.float64
+    return type(x)(summer.sum(torch.tensor(x, dtype=dtype)).item())
 
 
 class _Sum(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -15,6 +16,8 @@ from evenly.team.presence import inside_replica
 from evenly.wrapping import CleanNames
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from evenly.engine import Engine
     from evenly.report import ReplicaReport
     from evenly.team.collectives import Kind
@@ -85,11 +88,8 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             message = f"DataParallel wraps a torch.nn.Module, got a {type(module).__name__}"
             raise TypeError(message)
         devices = resolve_devices(device_ids, output_device)
-        if split is not None and len(split) != len(devices):
-            message = f"split has {len(split)} weights for {len(devices)} devices: give one for each"
-            raise ValueError(message)
-        if split is not None:
-            split_rows(len(devices), len(devices), split)  # refuses weights that make no sense
+        if split is not None and devices:  # without an accelerator there is nothing to split between
+            _check_weights(split, len(devices))
         words = [word for word in tree_leaves(scalar_outputs) if word is not None and word not in _SCALARS]
         if words:
             message = f'scalar_outputs gives {words[0]!r}: "mean", "sum" and "stack" are possible'
@@ -142,16 +142,20 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         """
         from evenly.batch import plan_split
         from evenly.batchwide import inside_shard
+        from evenly.marks import in_dims_of_call
 
+        in_dims = self.in_dims
+        if isinstance(in_dims, Mapping):
+            in_dims = in_dims_of_call(cast("Mapping[Any, Any]", in_dims), self.module.forward, args, kwargs)
         engine = None if inside_shard() else self._engine  # a wrapped module inside of another's forward just runs
+        devices, weights = (1, None) if engine is None else (len(self.device_ids), self.split)
         plan = plan_split(
-            args, kwargs, devices=1 if engine is None else len(self.device_ids), dim=self.dim, weights=self.split,
-            in_dims=self.in_dims, min_rows=self._rows_needed(),
+            args, kwargs, devices=devices, dim=self.dim, weights=weights, in_dims=in_dims, min_rows=self._rows_needed(),
         )  # fmt: skip
-        if engine is None or plan.replicas == 1:
+        if engine is None:
             args, kwargs = plan.shard(0)
             return self.module(*args, **kwargs)
-        return engine.run(plan)
+        return engine.run_alone(plan) if plan.replicas == 1 else engine.run(plan)
 
     def _rows_needed(self) -> int:
         """Batch normalisation cannot train on a single row, unless it sees the other replicas' rows, too."""
@@ -177,6 +181,17 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
         self._start()
+
+
+def _check_weights(split: Any, devices: int) -> None:
+    weights: list[Any] = list(cast("Iterable[Any]", split)) if hasattr(split, "__iter__") else [None]
+    if not all(isinstance(weight, Real) for weight in weights):
+        message = f"split is {split!r}: give a list of weights, one for each device, like [2, 1]"
+        raise ValueError(message)
+    if len(weights) != devices:
+        message = f"split has {len(weights)} weights for {devices} devices: give one for each"
+        raise ValueError(message)
+    split_rows(devices, devices, weights)  # refuses weights that make no sense
 
 
 _said = False

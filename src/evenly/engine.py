@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,15 @@ class Engine:
                 return bridge.run(call, partial(self.outputs.join, plan))
             finally:
                 self.replicated.settle()
+
+    def run_alone(self, plan: SplitPlan) -> Any:
+        """The module's output for a batch that is replica 0's alone."""
+        started = time.perf_counter()
+        args, kwargs = plan.shard(0)
+        output = self.replicated.module(*args, **kwargs)
+        self.work.rows += plan.size or 0
+        self.work.seconds += time.perf_counter() - started
+        return output
 
     def report(self) -> Sequence[ReplicaReport]:
         """What each replica has done and holds."""

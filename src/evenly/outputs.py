@@ -297,18 +297,21 @@ def override_rules(
         ValueError: If a structure does not fit the output, or a word or a dimension does not exist.
     """
     result = list(rules)
-    for place, spec, path in _broadcast(tree, out_dims, "output", 0):
+    for place, spec, path, _ in _broadcast("out_dims", tree, out_dims, "output", 0):
         leaf = leaves[place]
         if spec is None:
             result[place] = Constant()
             continue
         if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             continue
-        if not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
-            raise ValueError(f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}")
+        if isinstance(spec, bool) or not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
+            raise ValueError(
+                f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}: it takes the dimension of "
+                "the rows, None (the same on all replicas) or ... (found out)"
+            )
         found, dim = result[place], spec % leaf.ndim
         result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
-    for place, spec, path in _broadcast(tree, scalar_outputs, "output", 0):
+    for place, spec, path, alone in _broadcast("scalar_outputs", tree, scalar_outputs, "output", 0):
         if spec is None:
             continue
         if spec not in SCALAR_RULES:
@@ -317,24 +320,42 @@ def override_rules(
         one = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not isinstance(result[place], Rows)
         if one or is_number(leaf):
             result[place] = SCALAR_RULES[spec]
+        elif (
+            alone
+            and isinstance(leaf, torch.Tensor)
+            and not isinstance(result[place], (Rows, Constant))
+            and result[place] != SCALAR_RULES[spec]
+        ):
+            raise ValueError(
+                f"scalar_outputs gives {spec!r} for {path}, which has shape {list(leaf.shape)}: it is about single "
+                "numbers. Where the rows of a tensor are is said by out_dims=; a statistic of the batch comes from "
+                "evenly.whole_batch(...) in forward"
+            )
     return result
 
 
-def _broadcast(tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, Any, str]]:
-    """For each leaf its number, its part of the specification, and its path."""
+def _broadcast(argument: str, tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, Any, str, bool]]:
+    """For each leaf its number, its part of the specification, its path, and whether that part is for it alone."""
     node = None if isinstance(spec, str) else unpack(spec)
     if node is None:
-        return [(place + i, spec, leaf_path) for i, leaf_path in enumerate(tree.paths(path))]
+        return [(place + i, spec, leaf_path, tree.is_leaf) for i, leaf_path in enumerate(tree.paths(path))]
     plain = type(spec) in {list, tuple}
     specs = dict(zip(tree.keys if plain else node.tree.keys, node.children, strict=False))
     unknown = [key for key in specs if key not in tree.keys]
     partial = isinstance(spec, Mapping)
-    if tree.is_leaf or unknown or (not partial and len(node.children) != len(tree.keys)):
-        raise ValueError(f"{spec!r} does not fit {path}, which is {tree!r}")
-    found: list[tuple[int, Any, str]] = []
+    if tree.type is None:
+        raise ValueError(f"{argument} gives {spec!r} for {path}, which has no parts")
+    if not partial and len(node.children) != len(tree.keys):
+        raise ValueError(
+            f"{argument} gives {spec!r} for {path}, which is of type {tree.type.__name__} and has the parts "
+            f"{list(tree.keys)}"
+        )
+    if unknown:
+        raise ValueError(f"{argument} names {unknown} in {path}, which has only {list(tree.keys)}")
+    found: list[tuple[int, Any, str, bool]] = []
     for key, child in zip(tree.keys, tree.children, strict=True):
         if key in specs:
-            found += _broadcast(child, specs[key], path + tree.step(key), place)
+            found += _broadcast(argument, child, specs[key], path + tree.step(key), place)
         place += child.count
     return found
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from evenly.marks import Marker, is_marker
+from evenly.marks import Marker, is_marker, unmarked
 from evenly.packed import Layout, layout_of, select_samples
 from evenly.structure import Tree, flatten
 
@@ -218,10 +218,12 @@ class Whole(Unit):
     def of(cls, marker: Marker, path: str) -> Unit:
         """What `replicate` was put around."""
         value = marker.value
+        while isinstance(value, Marker):  # the outermost counts
+            value = value.value
         if isinstance(value, torch.Tensor):
             return TensorLeaf(path, value, None)
         opened = _Opened.of(value, path, None)
-        return cls(path, value, opened.tree, opened.tensors) if opened.tensors else cls(path, value)
+        return cls(path, opened.value, opened.tree, opened.tensors) if opened.tensors else cls(path, opened.value)
 
     @property
     def tensors(self) -> Sequence[TensorLeaf]:
@@ -251,7 +253,8 @@ class Items(Unit):
         if all(type(item) in _PLAIN for item in value):
             return cls(path, value, None)
         opened = [_Opened.of(item, f"{path}[{row}]", row) for row, item in enumerate(value)]
-        return cls(path, value, opened if any(item.tensors for item in opened) else None)
+        as_given = all(not item.tensors and item.value is given for item, given in zip(opened, value, strict=True))
+        return cls(path, value, None if as_given else opened)
 
     @cached_property
     def tensors(self) -> Sequence[TensorLeaf]:  # type: ignore[override]
@@ -281,7 +284,9 @@ class _Opened:
     @classmethod
     def of(cls, value: Any, path: str, item: int | None) -> _Opened:
         leaves, tree = flatten(value, is_leaf=is_marker, root=path)
-        leaves = [leaf.value if isinstance(leaf, Marker) else leaf for leaf in leaves]
+        if any(isinstance(leaf, Marker) for leaf in leaves):
+            value = unmarked(value)
+            leaves, tree = flatten(value, root=path)
         tensors: list[TensorLeaf] = []
         for name, leaf in zip(tree.paths(path), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):

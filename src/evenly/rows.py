@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -42,8 +43,10 @@ def _count_weighted(weights: Sequence[float], devices: int) -> int:
     if len(weights) != devices:
         raise ValueError(f"split weights must be one per replica: got {len(weights)} for {devices} replicas")
     positive = [weight > 0 for weight in weights]
-    if min(weights) < 0 or not positive[0] or sorted(positive, reverse=True) != positive:
+    sensible = all(weight >= 0 and math.isfinite(weight) for weight in weights)
+    if not sensible or not positive[0] or sorted(positive, reverse=True) != positive:
         raise ValueError(
-            f"split weights must be positive, except that the last replicas can be left out with 0: got {list(weights)}"
+            "split weights must be positive numbers, except that the last replicas can be left out with 0: got "
+            f"{list(weights)}"
         )
     return sum(positive)
