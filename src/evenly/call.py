@@ -59,6 +59,10 @@ class Call:
         self.work = work
         self.replicas = plan.replicas
         self.leaves = plan.tensor_leaves()
+        # As they are now: the module may be sent again, with others, before the backward.
+        self.model_leaves = model.leaves
+        self.collectives = model.collectives
+        self.shipment = model.shipment
         self.parameters: list[Tensor] = [model.leaves[position] for position in model.trainable]
         self.trainable = model.trainable
         self.first_ends: Sequence[End] = ()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+from torch.nn.parameter import is_lazy
 
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Collectives, Kind, collectives_for
@@ -19,6 +20,17 @@ from evenly.watch import Changes, Watch
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
+
+
+class Shipment:
+    """A module in the replicas, as it was sent. They drop it when the last reference to this goes.
+
+    A module is sent again when its structure changes, and an output from before may still be run backwards: its
+    gradients lie where the earlier shipment has them.
+    """
+
+    def __init__(self, team: Team, number: int) -> None:
+        weakref.finalize(self, team.release, team.generation, model=number).atexit = False
 
 
 class Replicated:
@@ -32,6 +44,7 @@ class Replicated:
         collectives: How parameters get to the replicas and gradients back.
         buffers: Its buffers, which are sent when they changed.
         sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
+        shipment: What replicas hold of it; whoever has a graph of it to run backwards keeps it there.
         version: Counts the times it was shipped, or changed in more than numbers; whatever was learnt about an
             earlier version is void.
     """
@@ -49,9 +62,9 @@ class Replicated:
         self.kind: Kind | None = kind
         self.collectives: Collectives | None = None
         self.buffers = Buffers(module)
+        self.shipment: Shipment | None = None
         self._generation = -1
         self._watch: Watch | None = None
-        self._forget: weakref.finalize[..., Any] | None = None
 
     def sync(self) -> None:
         """Bring the replicas to the module's present state. The team must be ready, and locked."""
@@ -82,6 +95,7 @@ class Replicated:
     def _ship(self) -> None:
         team = self.team
         self.forget()
+        _check_shapes(self.module)
         registry = LeafRegistry()
         parcel = pack(self.module, leaves=registry, name="model")
         leaves = list(registry)
@@ -105,16 +119,13 @@ class Replicated:
         self.buffers = Buffers(self.module)
         self._watch = Watch(self.module, leaves)
         self._generation = team.generation
-        self._forget = weakref.finalize(self, team.release, team.generation, model=number)
-        self._forget.atexit = False
+        self.shipment = Shipment(team, number)
         self.version += 1
 
     def forget(self) -> None:
-        """Have the replicas drop the module."""
+        """Have the replicas drop the module, once no graph needs it."""
         self._watch = None
-        if self._forget is not None:
-            self._forget()
-            self._forget = None
+        self.shipment = None
 
     def _patch(self, watch: Watch, changes: Changes) -> None:
         team = self.team
@@ -138,16 +149,20 @@ class Replicated:
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
 
 
-def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for leaf in leaves:
-        name = names.get(id(leaf), "a tensor that the model refers to")
-        if isinstance(leaf, UninitializedTensorMixin):
+def _check_shapes(module: nn.Module) -> None:
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
             message = (
                 f"{name} has no shape yet: run one batch through the bare module first, "
                 "as lazy modules need before their parameters can be shared"
             )
-            raise ValueError(message)  # noqa: TRY004 - it is the state of the value that is wrong
+            raise ValueError(message)
+
+
+def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for leaf in leaves:
+        name = names.get(id(leaf), "a tensor that the model refers to")
         if not can_travel(leaf):
             message = f"{name} has layout {leaf.layout} and dtype {leaf.dtype}, which replicas cannot share"
             raise ValueError(message)

@@ -122,9 +122,9 @@ class Reverse:
                 threads = threads_per_replica(team.size)
                 with shared_cores(threads), in_shard(call.peers(), base, call.shard(0)):
                     if again:
-                        mine = _Mine(*differentiate(graph, own, call.model.leaves))
+                        mine = _Mine(*differentiate(graph, own, call.model_leaves))
                     else:
-                        mine = _Mine(*backward(graph, own, call.model.leaves, keep=keep))
+                        mine = _Mine(*backward(graph, own, call.model_leaves, keep=keep))
                 call.work.seconds += time.perf_counter() - started
         except Exception as error:
             call.peers().refuse(base)
@@ -189,7 +189,7 @@ class Reverse:
                 and (gradient.untyped_storage().data_ptr() in foreign)
             ):
                 total[position] = gradient.clone()
-        collectives = self.call.model.collectives
+        collectives = self.call.collectives
         assert collectives is not None  # noqa: S101 - it had a forward
         total = collectives.total(total, {reply.replica: reply.present for reply in replies})
         for reply in replies:
@@ -216,7 +216,7 @@ class Reverse:
         """The way back through the gradients that were just found."""
         call = self.call
         assert mine.second is not None  # noqa: S101 - asked for
-        count = len(call.model.leaves)
+        count = len(call.model_leaves)
         order = {position: count + number for number, position in enumerate(mine.inputs)}
         everywhere = call.replicas
         ends: list[End] = [OfParameter((position,) * everywhere) for position in call.trainable]

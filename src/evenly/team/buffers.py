@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from evenly.team.joined import join, split
 from evenly.team.protocol import can_travel, receive_tensor, wire_form
@@ -35,7 +36,10 @@ class Buffers:
             (owner._buffers, name)  # pyright: ignore[reportPrivateUsage]
             for owner in module.modules()
             for name, buffer in owner._buffers.items()  # pyright: ignore[reportPrivateUsage]
-            if buffer is not None and can_travel(buffer) and not (buffer.is_leaf and buffer.requires_grad)
+            if buffer is not None
+            and not is_lazy(buffer)
+            and can_travel(buffer)
+            and not (buffer.is_leaf and buffer.requires_grad)
         ]
         self._groups: dict[torch.dtype, list[int]] = {}
         for position, (owner, name) in enumerate(self._slots):
