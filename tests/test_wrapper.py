@@ -57,6 +57,22 @@ def test_methods_and_attributes_of_the_module():
         _ = model.missing
 
 
+def test_what_is_assigned_to_the_wrapper_counts_at_the_next_call():
+    model = wrap(Net())
+    model(rows(5))
+    model.module = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0))
+    compare(model(rows(5)), model.module(rows(5)))
+    model.module = nn.Linear(3, 4)
+    model.split = [3, 1]
+    compare(model(rows(5)), model.module(rows(5)))
+    model.module = nn.Bilinear(3, 3, 2)
+    model.in_dims, model.out_dims, model.sync_batchnorm = (0, 0), 0, True
+    compare(model(rows(5), rows(5)), model.module(rows(5), rows(5)))
+    model.split, model.device_ids = None, ["cpu"] * 3
+    compare(model(rows(5), rows(5)), model.module(rows(5), rows(5)))
+    assert len(model.report()) == 3
+
+
 def test_wrapped_twice_and_wrapped_inside_of_another_module():
     model = wrap(wrap(Net()))
     assert isinstance(model.module, Net)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _SCALARS = ("mean", "sum", "stack")
 
+_MADE_FROM = frozenset({"module", "device_ids", "out_dims", "scalar_outputs", "sync_batchnorm", "collectives"})
+"""Attributes that the engine is made from: who assigns another value wants another engine."""
+
 
 class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
     """Trains a module on several devices, one process each, as if it ran on one.
@@ -129,6 +132,14 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             )
         elif not self.device_ids:
             _say_once()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        started = "_engine" in self.__dict__
+        if started and name == "device_ids":
+            value = resolve_devices(value, None)
+        super().__setattr__(name, value)
+        if started and name in _MADE_FROM:
+            self._start()
 
     # ------------------------------------------------------------------ a step
 
