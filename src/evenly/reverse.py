@@ -120,11 +120,12 @@ class Reverse:
             with phase("backward: own shard"):
                 started = time.perf_counter()
                 threads = threads_per_replica(team.size)
-                with shared_cores(threads), in_shard(call.peers(), base, call.shard(0)):
+                running = in_shard(call.peers(), base, call.shard(0))
+                with shared_cores(threads):
                     if again:
-                        mine = _Mine(*differentiate(graph, own, call.model_leaves))
+                        mine = _Mine(*differentiate(graph, own, call.model_leaves, running))
                     else:
-                        mine = _Mine(*backward(graph, own, call.model_leaves, keep=keep))
+                        mine = _Mine(*backward(graph, own, call.model_leaves, running, keep=keep))
                 call.work.seconds += time.perf_counter() - started
         except Exception as error:
             call.peers().refuse(base)
@@ -147,7 +148,9 @@ class Reverse:
         for end, gradient in zip(self.ends, gradients, strict=True):
             if gradient is None:
                 continue
-            for replica, (position, part) in enumerate(zip(end.positions, end.spread(gradient.detach()), strict=True)):
+            if gradient.requires_grad:
+                gradient = gradient.detach()  # noqa: PLW2901 - without its history
+            for replica, (position, part) in enumerate(zip(end.positions, end.spread(gradient), strict=True)):
                 if position is None or part is None:
                     continue
                 if replica == 0:
@@ -180,15 +183,17 @@ class Reverse:
     def _sum(self, own: list[Tensor | None], replies: list[_Reply], incoming: list[Tensor]) -> list[Tensor | None]:
         """Gradients of all leaves: the driver's, plus those of the replicas, in their order."""
         total = list(own)
-        foreign = {tensor.untyped_storage().data_ptr() for tensor in incoming}
+        # Autograd may hand over what the user passed to backward(); that must not be added to.
+        foreign = [
+            (start, start + storage.nbytes())
+            for storage in map(Tensor.untyped_storage, incoming)
+            if (start := storage.data_ptr())
+        ]
         for position, gradient in enumerate(total):
-            # Autograd may hand over what the user passed to backward(); that must not be added to.
-            if (
-                gradient is not None
-                and gradient.layout is torch.strided
-                and (gradient.untyped_storage().data_ptr() in foreign)
-            ):
-                total[position] = gradient.clone()
+            if gradient is not None and gradient.layout is torch.strided:
+                address = gradient.data_ptr()
+                if any(start <= address < end for start, end in foreign):
+                    total[position] = gradient.clone()
         collectives = self.call.collectives
         assert collectives is not None  # noqa: S101 - it had a forward
         total = collectives.total(total, {reply.replica: reply.present for reply in replies})

@@ -30,7 +30,7 @@ from evenly.team.template import SizeOf, Slot, Template
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
-    from evenly.team.values import Handle
+    from evenly.team.values import Handle, Number
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -108,6 +108,9 @@ def _same(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _shape_only(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parts = cast("ShardedTensor", args[0]).parts
+    if parts is not None:  # it looks like each of its parts
+        return function(parts.local, *args[1:], **kwargs)
     return None if cast("ShardedTensor", args[0]).shards else run_gathered(function, args, kwargs)
 
 
@@ -217,7 +220,7 @@ def _run(
     replicas = len(cast("Shards", lead._content).rows)
     with team.lock:
         local: list[Tensor] = []
-        handles: list[Handle] = []
+        handles: list[Handle | Number] = []
         for position, how in step.sources:
             here, there = _operand(tensors[position], how, tensors, replicas, team)
             local.append(here)
@@ -251,7 +254,7 @@ def _run(
 
 def _operand(
     tensor: Tensor, how: rules.Cut | rules.Divided | None, tensors: list[Tensor], replicas: int, team: Team
-) -> tuple[Tensor, Handle]:
+) -> tuple[Tensor, Handle | Number]:
     """What goes into a slot, here and in the replicas, where a plain tensor is put unless it is there already."""
     if type(tensor) is ShardedTensor:
         shards = cast("Shards", tensor._content)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evenly.team import values
-from evenly.team.values import Handle
+from evenly.team.values import Handle, Number
 
 if TYPE_CHECKING:
     from evenly.team.team import Team
@@ -73,11 +73,11 @@ def cut(tensor: Tensor, dim: int, rows: tuple[int, ...], team: Team) -> tuple[Te
     return own, _there(tensor, others, (id(tensor), id(team), dim, rows), team)
 
 
-def whole(tensor: Tensor, replicas: int, team: Team) -> tuple[Tensor, Handle]:
+def whole(tensor: Tensor, replicas: int, team: Team) -> tuple[Tensor, Handle | Number]:
     """A plain tensor, here and in every replica."""
     value = tensor.detach()
-    if value.dim() == 0:  # the gradient of a loss: there is nothing to gain
-        return value, values.put(team, [value] * (replicas - 1))
+    if value.dim() == 0:  # the gradient of a loss
+        return value, values.number(value)
     return value, _there(tensor, [value] * (replicas - 1), (id(tensor), id(team), replicas), team)
 
 

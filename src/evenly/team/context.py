@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import functools
@@ -11,7 +12,7 @@ import pickle
 import random
 import sys
 from collections.abc import Generator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -100,6 +101,24 @@ _MT19937_BYTES = 4 * 624 + 4
 RandomState: TypeAlias = "tuple[bytes, bytes, bytes]"
 
 
+class _Digest:
+    """The digest of a generator's content, which is computed anew only when the content is another."""
+
+    def __init__(self) -> None:
+        self._content: object = None
+        self._digest = b""
+
+    def of(self, content: bytes, more: object = None) -> bytes:
+        """Of what a generator holds, where it lies, and of something that is not there."""
+        if (content, more) != self._content:
+            self._digest = _digest(content + repr(more).encode())
+            self._content = content, more
+        return self._digest
+
+
+_torch_digest, _python_digest, _numpy_digest = _Digest(), _Digest(), _Digest()
+
+
 def random_state() -> RandomState:
     """Digests of the driver's generators: torch's, Python's, and NumPy's (empty where it is not in use).
 
@@ -109,20 +128,73 @@ def random_state() -> RandomState:
     """
     generator = torch.get_rng_state()
     content = ctypes.string_at(generator.data_ptr(), generator.numel())  # `bytes(storage)` takes 7 ms
-    _, numbers, gauss = random.getstate()
-    python = repr((hash(numbers), gauss)).encode()  # numbers have the same hash in all processes, None has not
-    return _digest(content), _digest(python), _numpy_state()
+    return (
+        _torch_digest.of(content),
+        _python_digest.of(_python_content(), _half_a_pair()),
+        _numpy_state(),
+    )
+
+
+def _python_generator() -> random.Random:
+    return cast("Any", random)._inst  # what random.random() and its kin use
+
+
+def _half_a_pair() -> object:
+    """The second of two normally distributed numbers, if nobody has asked for it yet."""
+    return getattr(_python_generator(), "gauss_next", None)
+
+
+def _python_content() -> bytes:
+    """What Python's generator holds. Asking for it takes 15 us, looking where it lies less than one."""
+    generator = _python_generator()
+    if _WORDS_LIE_BEHIND_THE_HEADER and type(generator) is random.Random:
+        return ctypes.string_at(id(generator) + object.__basicsize__, _MT19937_BYTES)
+    return _packed(generator)
+
+
+def _packed(generator: random.Random) -> bytes:
+    *words, position = generator.getstate()[1]
+    return array.array("I", [position, *words]).tobytes()
+
+
+def _lies_behind_the_header() -> bool:
+    """Whether a generator's memory looks as CPython's source says, tried out on one."""
+    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return False
+    generator = random.Random(1)  # noqa: S311 - a guinea pig
+    generator.random()  # so that its position is none that others have
+    return ctypes.string_at(id(generator) + object.__basicsize__, _MT19937_BYTES) == _packed(generator)
+
+
+_WORDS_LIE_BEHIND_THE_HEADER = _lies_behind_the_header()
+
+
+def _numpy_generator() -> Any:
+    """NumPy's common generator, if NumPy is in use and it is of the usual kind."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    generator: Any = getattr(getattr(numpy.random.mtrand, "_rand", None), "_bit_generator", None)
+    return generator if type(generator).__name__ == "MT19937" else None
+
+
+def _numpy_content(generator: Any) -> bytes:
+    # Where it lies: asking for its state takes 25 us, more than a small operation.
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def _numpy_state() -> bytes:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return b""
-    generator: Any = getattr(getattr(numpy.random.mtrand, "_rand", None), "_bit_generator", None)
-    if type(generator).__name__ == "MT19937":
-        # NumPy's usual one, where it lies: asking for its state takes 25 us, more than a small operation.
-        return _digest(ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES))
+    generator = _numpy_generator()
+    if generator is not None:
+        return _numpy_digest.of(_numpy_content(generator))
     return _digest(pickle.dumps(numpy.random.get_state(legacy=False)))
+
+
+_seeded: dict[str, tuple[int, bytes]] = {}
+"""What Python's and NumPy's generators were seeded with last, and what they held then."""
 
 
 def seed(state: RandomState, replica: int) -> None:
@@ -130,11 +202,20 @@ def seed(state: RandomState, replica: int) -> None:
     salt = replica.to_bytes(8, "little")
     torch_seed, python_seed, numpy_seed = [int.from_bytes(_digest(digest, salt), "little") for digest in state]
     torch.default_generator.manual_seed(torch_seed)
-    random.seed(python_seed)
+    # These two take longer to seed than to look at, and few models draw from them.
+    if _seeded.get("python") != (python_seed, _python_content()) or _half_a_pair() is not None:
+        random.seed(python_seed)
+        _seeded["python"] = python_seed, _python_content()
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        # Where only the replica has loaded NumPy, nobody can have seeded it.
-        numpy.random.seed((numpy_seed if state[2] else torch_seed) % 2**32)
+    if numpy is None:
+        return
+    # Where only the replica has loaded NumPy, nobody can have seeded it.
+    numpy_seed = (numpy_seed if state[2] else torch_seed) % 2**32
+    generator = _numpy_generator()
+    if generator is None or _seeded.get("numpy") != (numpy_seed, _numpy_content(generator)):
+        numpy.random.seed(numpy_seed)
+        if generator is not None:
+            _seeded["numpy"] = numpy_seed, _numpy_content(generator)
 
 
 def _digest(content: bytes, salt: bytes = b"") -> bytes:

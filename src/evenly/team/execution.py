@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +30,12 @@ class Graph:
 
 
 def backward(
-    graph: Graph, gradients: dict[int, Tensor], leaves: Sequence[Tensor], *, keep: bool
+    graph: Graph,
+    gradients: dict[int, Tensor],
+    leaves: Sequence[Tensor],
+    running: AbstractContextManager[object],
+    *,
+    keep: bool,
 ) -> tuple[list[Tensor | None], dict[int, Tensor | None]]:
     """Gradients of one shard.
 
@@ -40,6 +47,8 @@ def backward(
         graph: The shard's forward.
         gradients: By position of the output.
         leaves: Parameters, in the order of the answer; those not requiring grad get None.
+        running: Entered for as long as the graph runs. The leaves are looked at outside of it: a mode that sees
+            all of torch's functions costs a microsecond and more for each look.
         keep: Whether the graph will be needed again.
 
     Returns:
@@ -47,14 +56,16 @@ def backward(
     """
     outputs, gradients_in = _ends(graph, gradients)
     targets = [*leaves, *graph.inputs.values()]
-    before = [target.grad for target in targets]
+    before = list(map(_grad, targets))
     with _without_hooks(targets):
-        for target in targets:
-            target.grad = None
+        for target, gradient in zip(targets, before, strict=True):
+            if gradient is not None:
+                target.grad = None
         try:
-            if outputs:
-                torch.autograd.backward(outputs, gradients_in, retain_graph=keep or graph.shared)
-            found = [target.grad for target in targets]
+            with running:
+                if outputs:
+                    torch.autograd.backward(outputs, gradients_in, retain_graph=keep or graph.shared)
+            found = list(map(_grad, targets))
         finally:
             for target, gradient in zip(targets, before, strict=True):
                 target.grad = gradient
@@ -67,7 +78,7 @@ GRADIENTS_FROM = 1 << 15
 
 
 def differentiate(
-    graph: Graph, gradients: dict[int, Tensor], leaves: Sequence[Tensor]
+    graph: Graph, gradients: dict[int, Tensor], leaves: Sequence[Tensor], running: AbstractContextManager[object]
 ) -> tuple[list[Tensor | None], dict[int, Tensor | None], Graph]:
     """Gradients of one shard as functions that have gradients in turn.
 
@@ -75,6 +86,7 @@ def differentiate(
         graph: The shard's forward; it is kept.
         gradients: By position of the output.
         leaves: Parameters, in the order of the answer.
+        running: As for :func:`backward`.
 
     Returns:
         As :func:`backward`, and the graph of these gradients. Its outputs are those of the leaves, then those of the
@@ -85,10 +97,10 @@ def differentiate(
     targets = [*leaves, *graph.inputs.values()]
     wanted = [target for target in targets if target.requires_grad]
     found: list[Tensor | None] = [None] * len(targets)
-    if outputs and wanted:
-        with _without_hooks(targets), torch.enable_grad():
+    with _without_hooks(targets), torch.enable_grad(), running:
+        if outputs and wanted:
             grads = iter(torch.autograd.grad(outputs, wanted, gradients_in, create_graph=True, allow_unused=True))
-        found = [next(grads) if target.requires_grad else None for target in targets]
+            found = [next(grads) if target.requires_grad else None for target in targets]
     flows = {GRADIENTS_FROM + position: gradient for position, gradient in flowing.items()}
     second = Graph(found, {**graph.inputs, **flows}, shared=True)
     # Apart from the graph: they are added to in place.
@@ -108,14 +120,17 @@ def _ends(graph: Graph, gradients: dict[int, Tensor]) -> tuple[list[Tensor], lis
 def _without_hooks(leaves: Sequence[Tensor]) -> Generator[None]:
     """Silence the hooks on leaves: they are for the total over all replicas, once."""
     silenced: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for leaf in leaves:
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks: dict[int, Any] | None = getattr(leaf, name, None)
-            if hooks:
-                silenced.append((hooks, dict(hooks)))
-                hooks.clear()
+    for look in (_hooks, _hooks_after):
+        for hooks in filter(None, map(look, leaves)):
+            silenced.append((hooks, dict(hooks)))
+            hooks.clear()
     try:
         yield
     finally:
         for hooks, content in silenced:
             hooks.update(content)
+
+
+_grad = cast("Callable[[Tensor], Tensor | None]", attrgetter("grad"))
+_hooks = cast("Callable[[Tensor], dict[int, Any] | None]", attrgetter("_backward_hooks"))
+_hooks_after = cast("Callable[[Tensor], dict[int, Any] | None]", attrgetter("_post_accumulate_grad_hooks"))

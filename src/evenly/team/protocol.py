@@ -27,20 +27,16 @@ class Command(IntEnum):
     """The first element of every header that the driver sends. Those marked "answers" make the replica reply."""
 
     STOP = 0
-    FREE = 1
-    """Forget values: their handles."""
+    RELEASE = 1
+    """Forget values, graphs of calls, models, and whatever values there are in ranges of numbers."""
     SHIP = 2
     """A module by value, its parameters by reference to shared memory."""
     PATCH = 3
     """What changed on a shipped module: attributes, train/eval flags, requires_grad."""
-    FORGET = 4
-    """Drop a model."""
     PROBE = 5
     """Run a throw-away copy on a few rows; answers with what the outputs are."""
     CALL = 6
     """Run forward on a shard; answers with the description of the outputs."""
-    DROP = 7
-    """Forget the autograd graphs of calls."""
     BACKWARD = 8
     """Run a call's graph backwards; answers with which gradients there are."""
     PUT = 9
@@ -65,8 +61,6 @@ class Command(IntEnum):
     """Answers with rows, seconds and memory used so far."""
     SYNC = 15
     """Answers with a token: after an interruption, all answers before it are passed over."""
-    ABANDON = 16
-    """Forget whatever values there are in a range of numbers."""
     PARDON = 17
     """The operation before this one has failed in the driver too, which needs no second report."""
 

@@ -55,13 +55,11 @@ class Replica:
         self.rows = 0
         self.seconds = 0.0
         self._handlers: dict[int, Callable[..., Any]] = {
-            Command.FREE: self.store.free,
+            Command.RELEASE: self.release,
             Command.SHIP: self.ship,
             Command.PATCH: self.patch,
-            Command.FORGET: self.forget,
             Command.PROBE: self.probe,
             Command.CALL: self.call,
-            Command.DROP: self.drop,
             Command.BACKWARD: self.run_backward,
             Command.PUT: self.store.put,
             Command.DEFINE: self.store.define,
@@ -73,7 +71,6 @@ class Replica:
             Command.BROADCAST: self.broadcast,
             Command.REDUCE: self.reduce,
             Command.SYNC: self.sync,
-            Command.ABANDON: self.store.abandon,
             Command.PARDON: self.store.pardon,
             Command.EXCHANGE: self.take_exchange,
         }
@@ -132,6 +129,12 @@ class Replica:
             yield
         finally:
             self._in_users_code = False
+
+    @contextlib.contextmanager
+    def _running(self, number: int, shard: Shard) -> Generator[None]:
+        """Around the ``number``-th forward or backward of the user's code on its shard."""
+        with in_shard(self._peers(), number, shard), self._interruptible():
+            yield
 
     def give_up_if_unwanted(self, *_: object) -> None:
         """Cut off the user's code if the driver has been interrupted meanwhile. A signal's handler, too."""
@@ -193,11 +196,6 @@ class Replica:
         modules = list(model.module.modules())
         unpack(changes, tensors, model.leaves, modules).apply(modules, model.leaves)
         self._reply()
-
-    def forget(self, numbers: tuple[int, ...]) -> None:
-        """Drop models that the driver has no more use for."""
-        for number in numbers:
-            self.models.pop(number, None)
 
     def take_exchange(self, token: int, replicas: int) -> None:
         """Take over the memory in which replicas add up numbers among themselves; its descriptor came before."""
@@ -268,10 +266,21 @@ class Replica:
         )
         self.seconds += time.perf_counter() - started
 
-    def drop(self, calls: tuple[int, ...]) -> None:
-        """Forget graphs that nobody can run backwards any more."""
+    def release(
+        self,
+        values: tuple[int, ...],
+        calls: tuple[int, ...],
+        models: tuple[int, ...],
+        ranges: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Forget what the driver has no more use for: values, graphs of calls, models, all values in a range."""
+        self.store.free(values)
         for call in calls:
             self.graphs.pop(call, None)
+        for number in models:
+            self.models.pop(number, None)
+        for base, count in ranges:
+            self.store.abandon(base, count)
 
     def run_backward(
         self, call: int, keep: bool, again: int, base: int, shard: Shard, gradients: tuple[Any, ...]
@@ -293,12 +302,12 @@ class Replica:
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        with in_shard(self._peers(), base, shard), self._interruptible():
-            if again:
-                found, inputs, second = differentiate(graph, incoming, model.leaves)
-                self.graphs[again] = (model, second)
-            else:
-                found, inputs = backward(graph, incoming, model.leaves, keep=keep)
+        running = self._running(base, shard)
+        if again:
+            found, inputs, second = differentiate(graph, incoming, model.leaves, running)
+            self.graphs[again] = (model, second)
+        else:
+            found, inputs = backward(graph, incoming, model.leaves, running, keep=keep)
         model.holding.lay(found)
         present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
         sparse = [grad for grad in found if grad is not None and not is_dense(grad)]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from evenly.team import errors
-from evenly.team.protocol import receive_tensor
+from evenly.team.protocol import DTYPES, receive_tensor
 from evenly.team.template import Template
 
 if TYPE_CHECKING:
@@ -49,14 +50,17 @@ class Store:
         """Remember an operation."""
         self._templates[number] = Template.loads(template)
 
-    def run(self, number: int, inputs: tuple[int, ...], base: int) -> None:
-        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative)."""
+    def run(self, number: int, inputs: tuple[int | tuple[int, bytes], ...], base: int) -> None:
+        """Run a defined operation; its results become values from ``base`` on (none are kept when it is negative).
+
+        Inputs are values by number, or 0-dim tensors as they are: a dtype's number and their bytes.
+        """
         self._last_run_failed = False
         if self.failure is not None:
             return
         values, template = self.values, self._templates[number]
         try:
-            result = template.run([values[handle] for handle in inputs])
+            result = template.run([values[each] if isinstance(each, int) else _zero_dim(*each) for each in inputs])
         except BaseException as error:
             self._last_run_failed = True
             self.failure = (errors.describe(error), f"{template.function.name()} on a sharded tensor", abs(base))
@@ -82,6 +86,10 @@ class Store:
         """Forget whatever values there are with the ``count`` numbers from ``base`` on."""
         for handle in [handle for handle in self.values if base <= handle < base + count]:
             del self.values[handle]
+
+
+def _zero_dim(dtype: int, data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=DTYPES[dtype]).view(())
 
 
 class _Values(dict[int, Tensor]):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MANY_RELEASED = 16
+_VALUE, _GRAPH, _MODEL, _RANGE = range(4)
+"""Kinds of what the replicas can forget."""
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
@@ -62,7 +64,7 @@ class Team:
         """Operations that the replicas know by number."""
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
-        self._unneeded: deque[tuple[Command, int, int]] = deque()
+        self._unneeded: deque[tuple[int, int, int]] = deque()
         self._group: Group | None = None
         self.exchange: Exchange | None = None
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
@@ -353,11 +355,11 @@ class Team:
         if generation != self.generation:
             return
         if value:
-            self._unneeded.append((Command.FREE, value, 1))
+            self._unneeded.append((_VALUE, value, 1))
         if call:
-            self._unneeded.append((Command.DROP, call, 1))
+            self._unneeded.append((_GRAPH, call, 1))
         if model:
-            self._unneeded.append((Command.FORGET, model, 1))
+            self._unneeded.append((_MODEL, model, 1))
 
     @contextlib.contextmanager
     def nothing_half_done(self, call: int, base: int, count: int) -> Generator[None]:
@@ -370,28 +372,36 @@ class Team:
             yield
         except BaseException:  # Ctrl-C, too
             if generation == self.generation:
-                self._unneeded.append((Command.DROP, call, 1))
-                self._unneeded.append((Command.ABANDON, base, count))
+                self._unneeded.append((_GRAPH, call, 1))
+                self._unneeded.append((_RANGE, base, count))
             raise
 
     def many_released(self) -> bool:
-        """Whether it is worth a command of its own to tell the replicas; else they hear of it with the next answer."""
+        """Whether it is worth a command of its own to tell the replicas; else they hear of it with the next call."""
         return len(self._unneeded) >= _MANY_RELEASED
 
     def tell_released(self) -> None:
-        """Send what :meth:`release` and :meth:`nothing_half_done` noted."""
+        """Put what :meth:`release` and :meth:`nothing_half_done` noted in front of what is sent next."""
         count = len(self._unneeded)
         if not count:
             return
-        # Looked at by index, and removed when sent: finalizers append at any time, Ctrl-C comes at any time, and to
+        # Looked at by index, and removed when told: finalizers append at any time, Ctrl-C comes at any time, and to
         # forget something twice does no harm.
-        noted = [self._unneeded[position] for position in range(count)]
-        for command in (Command.DROP, Command.FREE, Command.FORGET):
-            numbers = tuple([number for kind, number, _ in noted if kind is command])
-            if numbers:
-                self.broadcast(self.size, int(command), numbers)
-        for kind, base, size in noted:
-            if kind is Command.ABANDON:
-                self.broadcast(self.size, int(kind), base, size)
+        numbers: tuple[list[int], ...] = ([], [], [])
+        ranges: list[tuple[int, int]] = []
+        for position in range(count):
+            kind, number, size = self._unneeded[position]
+            if kind == _RANGE:
+                ranges.append((number, size))
+            else:
+                numbers[kind].append(number)
+        header = encode((int(Command.RELEASE), *map(tuple, numbers), tuple(ranges)))
+        for process in self._processes:
+            if process.channel.broken:
+                continue  # it will be replaced
+            try:
+                process.channel.hold(header)
+            except ChannelClosedError:
+                raise self._lost(process) from None
         for _ in range(count):
             self._unneeded.popleft()

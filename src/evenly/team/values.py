@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Generator, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -62,11 +63,21 @@ def define(team: Team, key: Hashable, template: Template) -> int:
     return number
 
 
-def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle], outputs: int) -> list[Handle]:
+Number: TypeAlias = "tuple[int, bytes]"
+"""A 0-dim tensor on its way, by value: its dtype's number, and its bytes."""
+
+
+def number(tensor: Tensor) -> Number:
+    """How a 0-dim tensor travels within a command."""
+    _, data = wire_form(tensor.detach())
+    return DTYPE_NUMBER[data.dtype], ctypes.string_at(data.data_ptr(), data.element_size())
+
+
+def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle | Number], outputs: int) -> list[Handle]:
     """Have replicas 1..``replicas``-1 run a defined operation; does not wait for it."""
     if team.many_released():
         team.tell_released()
-    numbers = tuple([handle.check() for handle in inputs])
+    numbers = tuple([operand.check() if isinstance(operand, Handle) else operand for operand in inputs])
     first = team.reserve(max(outputs, 1))
     team.places.note(first, users_line())
     team.broadcast(replicas, int(Command.RUN), operation, numbers, first if outputs else -first)

@@ -52,6 +52,7 @@ _SEND_FLAGS = socket.MSG_NOSIGNAL
 SPIN_SECONDS = 0.003
 """How long to watch the counter before blocking. A step's pauses (an optimizer, a small batch) are shorter."""
 _SPINS_PER_CLOCK = 50
+_MOST_HELD_BYTES = 1 << 16
 _PIECE_BYTES = RING_BYTES // 4
 """Large tensors move in pieces, so that the reader copies out what is there while the rest is being copied in."""
 _NAP_SECONDS = 0.5
@@ -117,6 +118,7 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._descriptors: deque[tuple[int, list[int]]] = deque()  # what arrived and nobody has claimed yet
+        self._held = b""  # frames to be written together with the next one
 
     # ---------------------------------------------------------------- writing
 
@@ -126,7 +128,8 @@ class Channel:
         for tensor in tensors:
             size += tensor.numel() * tensor.element_size()
         self.broken = True  # until the frame is whole
-        self._write_bytes(_PREFIX.pack(len(header), size) + header)
+        held, self._held = self._held, b""
+        self._write_bytes(held + _PREFIX.pack(len(header), size) + header)
         if size > _PIECE_BYTES:
             self._wake(self._out, _READER_SLEEPS)
         for tensor in tensors:
@@ -135,6 +138,16 @@ class Channel:
                 self._write_memory(tensor.data_ptr(), count)
         self.broken = False
         self._wake(self._out, _READER_SLEEPS)
+
+    def hold(self, header: bytes) -> None:
+        """Have a frame without tensors, which is in no hurry, written with the next one: two cost less at once."""
+        self._held += _PREFIX.pack(len(header), 0) + header
+        if len(self._held) > _MOST_HELD_BYTES:
+            held, self._held = self._held, b""
+            self.broken = True  # until they are written whole
+            self._write_bytes(held)
+            self.broken = False
+            self._wake(self._out, _READER_SLEEPS)
 
     def _write_bytes(self, data: bytes) -> None:
         ring, done = self._out, 0
