@@ -111,19 +111,41 @@ Shard: TypeAlias = "tuple[int, float, bool]"
 batch normalisation is synchronised."""
 
 
-@contextmanager
-def in_shard(exchange: Exchange, number: int, shard: Shard) -> Generator[None]:
-    """Run one replica's forward or backward, the ``number``-th, on its shard.
+class in_shard:  # noqa: N801 - used like a function
+    """Around one replica's forward or backward, the ``number``-th, on its shard.
 
     A backward, too: sums over the batch sum up gradients there, and checkpointing runs parts of the forward again.
     """
-    taking_part, share, sync_batchnorm = shard
-    exchange.begin(number, taking_part)
-    try:
-        with _summing(exchange), WholeBatch(share, sync_batchnorm=sync_batchnorm):
-            yield
-    finally:
-        exchange.end()
+
+    # A class, because it is entered twice a step: a generator costs several times as much.
+    __slots__ = ("_before", "_exchange", "_mode", "_number", "_taking_part")
+
+    def __init__(self, exchange: Exchange, number: int, shard: Shard) -> None:
+        self._taking_part, share, sync_batchnorm = shard
+        self._exchange = exchange
+        self._number = number
+        self._mode = WholeBatch(share, sync_batchnorm=sync_batchnorm)
+        self._before: Summer | None = None
+
+    def __enter__(self) -> None:
+        self._before = _current.summer
+        try:
+            self._exchange.begin(self._number, self._taking_part)
+            _current.summer = self._exchange
+            self._mode.__enter__()
+        except BaseException:  # Ctrl-C, too
+            self._leave()
+            raise
+
+    def __exit__(self, *failure: object) -> None:
+        try:
+            cast("Any", self._mode).__exit__(*failure)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        _current.summer = self._before
+        self._exchange.end()
 
 
 def inside_shard() -> bool:
@@ -220,11 +242,12 @@ class WholeBatch(TorchFunctionMode):
     ) -> Any:
         """Pass on all calls but those that the class is about."""
         del types
-        kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return _batch_norm(self, *args, **kwargs)
         loss = LOSSES.get(func)
-        return func(*args, **kwargs) if loss is None else loss(self.mean, *args, **kwargs)
+        if loss is not None:
+            return loss(self.mean, *args, **(kwargs or {}))
+        if func is F.batch_norm:
+            return _batch_norm(self, *args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def mean(self, numerator: Tensor, denominator: Tensor) -> Tensor:
         """A sum divided by a count, over the whole batch; see [Note: scaled means]."""

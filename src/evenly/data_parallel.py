@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
@@ -159,10 +160,13 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
         if isinstance(in_dims, Mapping):
             in_dims = in_dims_of_call(cast("Mapping[Any, Any]", in_dims), self.module.forward, args, kwargs)
         engine = None if inside_shard() else self._engine  # a wrapped module inside of another's forward just runs
-        devices, weights = (1, None) if engine is None else (len(self.device_ids), self.split)
-        plan = plan_split(
-            args, kwargs, devices=devices, dim=self.dim, weights=weights, in_dims=in_dims, min_rows=self._rows_needed(),
+        split = partial(
+            plan_split, args, kwargs, devices=1 if engine is None else len(self.device_ids), dim=self.dim,
+            weights=None if engine is None else self.split, in_dims=in_dims,
         )  # fmt: skip
+        plan = split()
+        if 1 in plan.rows and plan.size != 1 and (least := self._rows_needed()) > 1:
+            plan = split(min_rows=least)
         if engine is None:
             args, kwargs = plan.shard(0)
             return self.module(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,7 +123,7 @@ class Joiner:
         rows: Rows of each replica.
         tree: The structure of an output, where a list that follows the rows is one leaf.
         found: The rule of each of its leaves.
-        parameters: Tensors that are the user's own, and stay so when they are returned.
+        own: Tensors that are the user's own, by id, and stay so when they are returned.
         packed: The layout of a packed input, whose order of samples packed outputs keep.
     """
 
@@ -133,7 +133,7 @@ class Joiner:
         rows: tuple[int, ...],
         tree: Tree,
         found: Sequence[OutputRule],
-        parameters: Sequence[Tensor] = (),
+        own: Collection[int] = (),
         packed: Layout | None = None,
     ) -> None:
         self.team = team
@@ -141,7 +141,7 @@ class Joiner:
         self.tree = tree
         self.rules = found
         self.joints: list[Joint] = []
-        self._own = {id(parameter) for parameter in parameters}
+        self._own = own
         self._packed_input = packed
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)

@@ -18,7 +18,7 @@ _PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 Treatment = Literal["split", "whole", "samples", "object"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Part:
     """Some rows of a batch: those from `start` to `stop`, or those listed in `chosen`.
 

@@ -80,9 +80,9 @@ class Outputs:
         key = (
             self.model.version,
             self.model.module.training,
-            tuple((unit.path, *_look(unit)) for unit in plan.leaves),
+            tuple([(unit.path, *_look(unit)) for unit in plan.leaves]),
             tree.signature,
-            tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves),
+            tuple([leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves]),
         )
         found = self._known.get(key)
         if found is not None and not self._holds(found, output, answers, base):
@@ -92,7 +92,7 @@ class Outputs:
             parts = shape.flatten_up_to(output, "output")
             rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
         packed = next((layout_of(unit.value) for unit in plan.leaves if isinstance(unit, Packed)), None)
-        return Joiner(self.model.team, plan.rows, shape, rules, self.model.leaves, packed).join(output, answers, base)
+        return Joiner(self.model.team, plan.rows, shape, rules, self.model.leaf_ids, packed).join(output, answers, base)
 
     def _holds(self, found: _Found, output: Any, answers: Sequence[Answer], base: int) -> bool:
         """Whether what is known can still be true: what was the same for all rows so far must be so again."""
@@ -214,7 +214,7 @@ def _look(unit: Unit) -> tuple[Hashable, ...]:
     """What of an argument may decide on the kind of the output: where its rows are, and which option it is."""
     value = unit.value
     if unit.tensors:
-        return tuple((leaf.value.dim(), leaf.dim) for leaf in unit.tensors)
+        return tuple([(leaf.value.dim(), leaf.dim) for leaf in unit.tensors])
     if value is None or isinstance(value, (bool, Enum)) or (isinstance(value, str) and len(value) <= _LONGEST_OPTION):
         return (type(value).__qualname__, value)
     return (type(value).__qualname__,)

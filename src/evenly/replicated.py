@@ -40,6 +40,7 @@ class Replicated:
         module: The user's own module, the source of truth.
         number: Its number in the replicas.
         leaves: Its parameters and other tensors that may require grad, in the order in which the replicas know them.
+        leaf_ids: Their ids.
         trainable: Positions of those that require grad now.
         collectives: How parameters get to the replicas and gradients back.
         buffers: Its buffers, which are sent when they changed.
@@ -58,6 +59,7 @@ class Replicated:
         self.number = 0
         self.version = 0
         self.leaves: list[Tensor] = []
+        self.leaf_ids: frozenset[int] = frozenset()
         self.trainable: list[int] = []
         self.kind: Kind | None = kind
         self.collectives: Collectives | None = None
@@ -114,6 +116,7 @@ class Replicated:
         team.collect(range(1, team.size))
         collectives.shipped()
         self.leaves = leaves
+        self.leaf_ids = frozenset(map(id, leaves))
         self.collectives = collectives
         self.trainable = [position for position, leaf in enumerate(leaves) if leaf.requires_grad]
         self.buffers = Buffers(self.module)

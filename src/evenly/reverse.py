@@ -192,8 +192,9 @@ class Reverse:
         for position, gradient in enumerate(total):
             if gradient is not None and gradient.layout is torch.strided:
                 address = gradient.data_ptr()
-                if any(start <= address < end for start, end in foreign):
-                    total[position] = gradient.clone()
+                for start, end in foreign:
+                    if start <= address < end:
+                        total[position] = gradient.clone()
         collectives = self.call.collectives
         assert collectives is not None  # noqa: S101 - it had a forward
         total = collectives.total(total, {reply.replica: reply.present for reply in replies})
@@ -333,7 +334,7 @@ class RemoteGraph:
         Raises:
             RuntimeError: The replicas have been replaced since the forward.
         """
-        if self.generation != self.team.generation or not self.team.pids():
+        if self.generation != self.team.generation or not self.team.started:
             message = "the replicas that hold this graph have been stopped or have died: run the forward again"
             raise RuntimeError(message)
 

@@ -52,12 +52,16 @@ class Step:
         plan: What the rule said.
         template: The operation with a slot for each operand.
         sources: What goes into the slots.
+        lead: The first operand that is sharded.
+        replicas: How many take part.
         geometries: What the results are as a whole; known after the first time.
     """
 
     plan: Plan
     template: Template
     sources: list[Source]
+    lead: int
+    replicas: int
     geometries: list[Geometry] = field(default_factory=list[Geometry])
 
 
@@ -79,9 +83,7 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return result
     tensors: list[Tensor] = []
     try:
-        key: Hashable = (function, *[_looks(arg, tensors) for arg in args])
-        if kwargs:
-            key = (key, *[(name, _looks(value, tensors)) for name, value in kwargs.items()])
+        key = _key(function, args, kwargs, tensors)
         step = _steps.get(key, _UNSEEN)
     except (_NoPlanError, TypeError):  # TypeError: an argument that cannot be hashed
         return run_gathered(function, args, kwargs)
@@ -104,7 +106,8 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _same(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     del function, kwargs
-    return cast("ShardedTensor", args[0]).alias()
+    tensor: ShardedTensor = args[0]
+    return tensor.alias()
 
 
 def _shape_only(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,6 +126,23 @@ _SPECIAL: dict[Op, Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]] = {
 
 
 # ---------------------------------------------------------------------- what a call looks like
+
+
+def _key(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Hashable:
+    """What a plan may depend on; collects the tensors on the way."""
+    looks: list[Hashable] = [function]
+    for arg in args:
+        kind: type[Any] = type(arg)  # pyright: ignore[reportUnknownVariableType]
+        if arg is None:
+            looks.append(None)
+        elif kind is int or kind is bool:
+            looks.append((kind, arg))
+        elif kind is ShardedTensor and type(arg._content) is Shards:
+            tensors.append(arg)
+            looks.append(arg.looks)
+        else:
+            looks.append(_looks(arg, tensors))
+    return (*looks, *[(name, _looks(value, tensors)) for name, value in kwargs.items()]) if kwargs else tuple(looks)
 
 
 def _looks(value: Any, tensors: list[Tensor]) -> Hashable:
@@ -150,10 +170,11 @@ def _team_of(tensors: list[Tensor]) -> Team | None:
     team: Team | None = None
     for tensor in tensors:
         if type(tensor) is ShardedTensor:
-            shards = cast("Shards", tensor._content)
+            content: Any = tensor._content
+            holder: Team = content.team
             if team is None:
-                team = shards.team
-            elif team is not shards.team:
+                team = holder
+            elif team is not holder:
                 return None
     return team
 
@@ -163,9 +184,10 @@ def _team_of(tensors: list[Tensor]) -> Team | None:
 
 def _prepare(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Step | None:
     """Ask the rules for a plan, and turn it into an operation with slots."""
-    device = next((tensor.device for tensor in tensors if type(tensor) is ShardedTensor), None)
-    if device is None or any(tensor.device != device for tensor in tensors):
+    lead = next((position for position, tensor in enumerate(tensors) if type(tensor) is ShardedTensor), None)
+    if lead is None or any(tensor.device != tensors[lead].device for tensor in tensors):
         return None
+    device = tensors[lead].device
     count = 0
 
     def describe(value: Any) -> Any:
@@ -188,7 +210,8 @@ def _prepare(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
     keywords = {name: mapped(value, _slot, sources) for name, value in plan.kwargs.items()}
     template = Template(plan.function, filled, keywords)
     key = (plan.function, _looks(filled, []), _looks(tuple(keywords.items()), []))
-    return Step(plan, _templates.setdefault(key, template), sources)
+    replicas = len(cast("Shards", cast("ShardedTensor", tensors[lead])._content).rows)
+    return Step(plan, _templates.setdefault(key, template), sources, lead, replicas)
 
 
 def _slot(value: Any, sources: list[Source]) -> Any:
@@ -215,20 +238,8 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     """Have the replicas do their part, do the driver's, and put a tensor around both."""
-    plan, template = step.plan, step.template
-    lead = next(tensor for tensor in tensors if type(tensor) is ShardedTensor)
-    replicas = len(cast("Shards", lead._content).rows)
-    with team.lock:
-        local: list[Tensor] = []
-        handles: list[Handle | Number] = []
-        for position, how in step.sources:
-            here, there = _operand(tensors[position], how, tensors, replicas, team)
-            local.append(here)
-            handles.append(there)
-        number = values.define(team, template, template)
-        remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
-        with values.only_one_report(team, replicas):
-            result = _own(template, local, team)
+    plan = step.plan
+    result, remote = _compute(step, tensors, team)
     if plan.in_place:
         target = cast("ShardedTensor", args[0])
         target.written()
@@ -237,7 +248,7 @@ def _run(
     if not step.geometries:
         step.geometries = _geometries(function, plan, results, args, kwargs)
     outputs = [
-        _output(kind, here, there, geometry, replicas)
+        _output(kind, here, there, geometry, step.replicas)
         for kind, here, there, geometry in zip(plan.outputs, results, remote, step.geometries, strict=True)
     ]
     if plan.view:
@@ -246,19 +257,41 @@ def _run(
     for kind, output in zip(plan.outputs, outputs, strict=True):
         if type(kind) is rules.Parts:
             if kind.over is not None:
-                output.parts.over = outputs[kind.over].parts
+                output._content.over = outputs[kind.over]._content
             if kind.early is not None:
-                output.parts.settle(kind.early(tensors))
+                output._content.settle(kind.early(tensors))
     return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
+
+
+def _compute(step: Step, tensors: list[Tensor], team: Team) -> tuple[Any, list[Handle]]:
+    """The driver's results, and handles of those of the replicas."""
+    plan, template, replicas = step.plan, step.template, step.replicas
+    with team.lock:
+        local: list[Tensor] = []
+        handles: list[Handle | Number] = []
+        for position, how in step.sources:
+            tensor = tensors[position]
+            if type(tensor) is ShardedTensor:
+                shards: Shards = tensor._content  # pyright: ignore[reportAssignmentType] - only these are operands
+                local.append(shards.local)
+                handles.append(shards.handle)
+            else:
+                here, there = _operand(tensor, how, tensors, replicas, team)
+                local.append(here)
+                handles.append(there)
+        number = values.define(team, template, template)
+        remote = values.run(team, replicas, number, handles, 0 if plan.in_place else len(plan.outputs))
+        try:
+            return _own(template, local, team), remote
+        except Exception:
+            values.pardon(team, replicas)
+            raise
 
 
 def _operand(
     tensor: Tensor, how: rules.Cut | rules.Divided | None, tensors: list[Tensor], replicas: int, team: Team
 ) -> tuple[Tensor, Handle | Number]:
-    """What goes into a slot, here and in the replicas, where a plain tensor is put unless it is there already."""
-    if type(tensor) is ShardedTensor:
-        shards = cast("Shards", tensor._content)
-        return shards.local, shards.handle
+    """What a plain tensor puts into a slot, here and in the replicas, unless it is there already."""
     if how is None:
         return operands.whole(tensor, replicas, team)
     if isinstance(how, rules.Cut):

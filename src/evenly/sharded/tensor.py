@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _Tensor = cast("Any", torch.Tensor)  # what torch says of its types is not all that there is
 _C = cast("Any", torch._C)
+_throw_on_mutable_data_ptr = _C._set_throw_on_mutable_data_ptr
 
 Content: TypeAlias = "Shards | Parts | Pending | Window | Tensor"
 """Shards; parts, or a number that is computed from them; a piece across the shards; or, once something needed the
@@ -52,14 +53,11 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         sample = content.values if isinstance(content, Window) else content.local
         dtype = sample.dtype
-        self = cast(
-            "ShardedTensor",
-            _Tensor._make_wrapper_subclass(
-                cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
-            ),
+        self: ShardedTensor = _Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, storage_offset=offset, dtype=dtype, device=sample.device
         )
         # Code in C++ that does not know of us would read memory that is not there: it gets an error instead.
-        _C._set_throw_on_mutable_data_ptr(self)
+        _throw_on_mutable_data_ptr(self)
         self._content = content
         self._family = None
         self._recipe = None

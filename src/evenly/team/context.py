@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -81,13 +82,14 @@ def threads_per_replica(devices: int) -> int:
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) // max(devices, 1)))
 
 
-@contextlib.contextmanager
-def shared_cores(threads: int) -> Generator[None]:
+def shared_cores(threads: int) -> AbstractContextManager[None]:
     """Let the driver's own shard use its part of the cores, and give the caller all of them back."""
     before = torch.get_num_threads()
-    if before == threads:
-        yield
-        return
+    return contextlib.nullcontext() if before == threads else _with_threads(threads, before)
+
+
+@contextlib.contextmanager
+def _with_threads(threads: int, before: int) -> Generator[None]:
     torch.set_num_threads(threads)
     try:
         yield

@@ -50,6 +50,9 @@ class SharedHolding:
 
     def lay(self, gradients: Sequence[Tensor | None]) -> None:
         """See :class:`Holding`."""
+        if all(map(is_dense, gradients)):  # as in most steps
+            torch._foreach_copy_(self._gradients, cast("list[Tensor]", gradients))
+            return
         pairs = [(into, grad) for into, grad in zip(self._gradients, gradients, strict=True) if is_dense(grad)]
         if pairs:
             torch._foreach_copy_([into for into, _ in pairs], [cast("Tensor", grad) for _, grad in pairs])

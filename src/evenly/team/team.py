@@ -6,12 +6,10 @@ background, when the first model asks for them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evenly.team import errors
@@ -21,6 +19,7 @@ from evenly.team.memory import Block
 from evenly.team.process import START_SECONDS, Process, stop_all
 from evenly.team.protocol import Command, Status, decode, encode
 from evenly.team.tracebacks import Places
+from evenly.team.unneeded import NothingHalfDone, Unneeded
 from evenly.team.weak import weakly
 from evenly.team.wire import Channel, ChannelClosedError
 
@@ -28,9 +27,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+<<<<<<< HEAD
 _MANY_RELEASED = 16
 _VALUE, _GRAPH, _MODEL, _RANGE = range(4)
 """Kinds of what the replicas can forget."""
+=======
+START_SECONDS = 120
+"""How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
+>>>>>>> 9207f99 (Do less Python per step: fewer calls for an operation, an output, a sum)
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
@@ -64,7 +68,7 @@ class Team:
         """Operations that the replicas know by number."""
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
-        self._unneeded: deque[tuple[int, int, int]] = deque()
+        self._unneeded = Unneeded()
         self._group: Group | None = None
         self.exchange: Exchange | None = None
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
@@ -230,6 +234,11 @@ class Team:
             process.disown()
         self._processes.clear()
 
+    @property
+    def started(self) -> bool:
+        """Whether there are processes."""
+        return bool(self._processes)
+
     def pids(self) -> list[int]:
         """Process ids of the replicas 1..n-1 that have been started."""
         return [process.pid for process in self._processes]
@@ -350,58 +359,36 @@ class Team:
     def release(self, generation: int, *, value: int = 0, call: int = 0, model: int = 0) -> None:
         """Note that a value, a call's graph or a model is no longer needed: the replicas hear of it before long.
 
-        Called by finalizers, from any thread, at any time: it only appends to a queue.
+        Called by finalizers, from any thread, at any time.
         """
-        if generation != self.generation:
-            return
-        if value:
-            self._unneeded.append((_VALUE, value, 1))
-        if call:
-            self._unneeded.append((_GRAPH, call, 1))
-        if model:
-            self._unneeded.append((_MODEL, model, 1))
+        if generation == self.generation:
+            self._unneeded.note(value=value, call=call, model=model)
 
-    @contextlib.contextmanager
-    def nothing_half_done(self, call: int, base: int, count: int) -> Generator[None]:
+    def nothing_half_done(self, call: int, base: int, count: int) -> NothingHalfDone:
         """Around a call: if it fails, have the replicas forget its graph, and its ``count`` values from ``base`` on.
 
         Unlike :meth:`release`, this is for values of which the driver does not know whether they exist.
         """
-        generation = self.generation
-        try:
-            yield
-        except BaseException:  # Ctrl-C, too
-            if generation == self.generation:
-                self._unneeded.append((_GRAPH, call, 1))
-                self._unneeded.append((_RANGE, base, count))
-            raise
+        return NothingHalfDone(self, call, base, count)
+
+    def abandon(self, generation: int, call: int, base: int, count: int) -> None:
+        """Note that whatever is left of a call that failed is not needed."""
+        if generation == self.generation:
+            self._unneeded.note(call=call)
+            self._unneeded.note_range(base, count)
 
     def many_released(self) -> bool:
-        """Whether it is worth a command of its own to tell the replicas; else they hear of it with the next call."""
-        return len(self._unneeded) >= _MANY_RELEASED
+        """Whether it is worth telling the replicas now; else they hear of it with the next call."""
+        return self._unneeded.many
 
     def tell_released(self) -> None:
-        """Put what :meth:`release` and :meth:`nothing_half_done` noted in front of what is sent next."""
-        count = len(self._unneeded)
-        if not count:
-            return
-        # Looked at by index, and removed when told: finalizers append at any time, Ctrl-C comes at any time, and to
-        # forget something twice does no harm.
-        numbers: tuple[list[int], ...] = ([], [], [])
-        ranges: list[tuple[int, int]] = []
-        for position in range(count):
-            kind, number, size = self._unneeded[position]
-            if kind == _RANGE:
-                ranges.append((number, size))
-            else:
-                numbers[kind].append(number)
-        header = encode((int(Command.RELEASE), *map(tuple, numbers), tuple(ranges)))
-        for process in self._processes:
+        """Put what :meth:`release` and :meth:`abandon` noted in front of what is sent next."""
+        count, command = self._unneeded.command()
+        for process in self._processes if count else ():
             if process.channel.broken:
                 continue  # it will be replaced
             try:
-                process.channel.hold(header)
+                process.channel.hold(command)
             except ChannelClosedError:
                 raise self._lost(process) from None
-        for _ in range(count):
-            self._unneeded.popleft()
+        self._unneeded.told(count)

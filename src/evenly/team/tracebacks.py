@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import CodeType, TracebackType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -42,36 +42,51 @@ class Link:
     leads_to: str = ""
 
 
-def users_line() -> Place:
+Line: TypeAlias = "tuple[CodeType, int]"
+"""A line of a program, as cheaply as it can be noted: by its code, and its number."""
+
+
+def users_line() -> Line:
     """The line of the user's program that is being carried out, below this library's and torch's own."""
     frame = innermost = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_MACHINERY, _TORCH)):
+    while frame is not None:
+        name = frame.f_code.co_filename
+        users = _is_users.get(name)
+        if users is None:
+            users = _is_users[name] = not name.startswith(_NOT_THE_USERS)
+        if users:
+            break
         frame = frame.f_back
     frame = frame or innermost
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return frame.f_code, frame.f_lineno
 
 
 class Places:
     """Places by number, the last few thousand of them."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[int, Place] | None] = [None] * _PLACES
+        self._noted: list[tuple[int, Line] | None] = [None] * _PLACES
 
-    def note(self, number: int, place: Place) -> None:
+    def note(self, number: int, line: Line) -> None:
         """Remember a place."""
-        self._noted[number % _PLACES] = (number, place)
+        self._noted[number % _PLACES] = (number, line)
 
     def of(self, number: int) -> Place | None:
         """The place that was noted under ``number``, if that is not too long ago."""
         noted = self._noted[number % _PLACES]
-        return noted[1] if noted is not None and noted[0] == number else None
+        if noted is None or noted[0] != number:
+            return None
+        code, line = noted[1]
+        return Place(code.co_filename, line, code.co_name)
 
 
 _CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 _CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 _PLACES = 4096
+_is_users: dict[str, bool] = {}
+"""Whether a file belongs to the user's program, by name: this is asked for every operation."""
 _MACHINERY = str(Path(__file__).parents[1] / "_")[:-1]  # ends in a separator
-_TORCH = str(Path(torch.__file__).parent / "_")[:-1]
+_NOT_THE_USERS = (_MACHINERY, str(Path(torch.__file__).parent / "_")[:-1])
 
 
 def chain_of(exc: BaseException) -> list[Link]:

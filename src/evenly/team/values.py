@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -36,8 +35,9 @@ class Handle:
         Raises:
             RuntimeError: They were stopped, or one of them died.
         """
-        if self.generation != self.team.generation or not self.team.pids():
-            self.team.check_owner()
+        team = self.team
+        if self.generation != team.generation or not team.started:
+            team.check_owner()
             message = (
                 "rows of this tensor were held by replicas that have been stopped or have died; "
                 "compute it again, or call .full_tensor() earlier on what must outlive them"
@@ -78,20 +78,15 @@ def run(team: Team, replicas: int, operation: int, inputs: Sequence[Handle | Num
     if team.many_released():
         team.tell_released()
     numbers = tuple([operand.check() if isinstance(operand, Handle) else operand for operand in inputs])
-    first = team.reserve(max(outputs, 1))
+    first = team.reserve(outputs or 1)
     team.places.note(first, users_line())
     team.broadcast(replicas, int(Command.RUN), operation, numbers, first if outputs else -first)
     return [Handle(team, first + offset) for offset in range(outputs)]
 
 
-@contextlib.contextmanager
-def only_one_report(team: Team, replicas: int) -> Generator[None]:
-    """Around the driver's part of what :func:`run` sent: if that raises, the replicas need not report theirs."""
-    try:
-        yield
-    except Exception:
-        team.broadcast(replicas, int(Command.PARDON))
-        raise
+def pardon(team: Team, replicas: int) -> None:
+    """When the driver's part of what :func:`run` sent has failed: the replicas need not report theirs."""
+    team.broadcast(replicas, int(Command.PARDON))
 
 
 def put(team: Team, tensors: Sequence[Tensor]) -> Handle:
