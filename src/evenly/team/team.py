@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-<<<<<<< HEAD
-_MANY_RELEASED = 16
-_VALUE, _GRAPH, _MODEL, _RANGE = range(4)
-"""Kinds of what the replicas can forget."""
-=======
-START_SECONDS = 120
-"""How long a replica may take to start: it imports torch, on a busy machine perhaps from a cold disk."""
->>>>>>> 9207f99 (Do less Python per step: fewer calls for an operation, an output, a sum)
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
