@@ -7,7 +7,10 @@ the gathered tensor, exactly as PyTorch would.
 """
 
 from evenly.sharded.content import Parts, Shards
+from evenly.sharded.dtensor import spare_import
 from evenly.sharded.gathering import gathered
 from evenly.sharded.tensor import ShardedTensor, plain
 
 __all__ = ["Parts", "ShardedTensor", "Shards", "gathered", "plain"]
+
+spare_import()

@@ -101,6 +101,7 @@ def _is_young() -> bool:
         and sys.platform == "linux"
         and threading.current_thread() is threading.main_thread()
         and threading.active_count() == 1
+        and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL  # nobody would hear of the short-lived child
         and not _is_a_worker()
         and not _is_watched()
         and not logging.root.handlers  # they write to files of the driver's

@@ -67,7 +67,9 @@ class Nursery:
         return self._pid
 
     def kill(self) -> None:
-        """End it, and all replicas that came from it."""
+        """End it, and all replicas that came from it; the next ones come from another."""
+        if _nursery is self:
+            adopt(None)
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
