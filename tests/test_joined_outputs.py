@@ -311,6 +311,18 @@ def test_a_model_that_cannot_be_probed_with_few_rows():
     check(function, count=12, replicas=[2])
 
 
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones])
+def test_equal_values_do_not_hide_that_even_shards_leave_open_what_is_rows(fill):
+    def function(h):
+        assert len(h) >= 4
+        return fill(3, len(h))
+
+    with pytest.raises(ValueError, match=r"output cannot be joined .* equally many rows.* out_dims="):
+        wrap(Net(function))(rows(8))
+    compare(wrap(Net(function), out_dims=1)(rows(8)), fill(3, 8))
+    compare(wrap(Net(function))(rows(9)), fill(3, 9))
+
+
 def test_a_model_with_random_outputs():
     model = wrap(Net(lambda h: h + torch.randn_like(h)))
     assert model(rows(5)).shape == (5, 4)

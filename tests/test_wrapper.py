@@ -176,6 +176,9 @@ def test_the_report_counts_rows():
     after = model.report()
     assert [replica.replica for replica in after] == [0, 1]
     assert [replica.rows - old for replica, old in zip(after, before, strict=True)] == [3, 2]
+    model(rows(1))
+    wrap(Net())(rows(5))  # another model on the same devices
+    assert [replica.rows - old.rows for replica, old in zip(model.report(), after, strict=True)] == [4, 2]
 
 
 @pytest.mark.parametrize(

@@ -336,8 +336,8 @@ class _Planner:
         raise ValueError(
             f"{path} {what}{shape}, but the batch has {self.size} rows ({self.origin()}). If each replica "
             "needs all of it, pass evenly.replicate(...) around it or None for it in in_dims=. If its rows "
-            'are elsewhere, in_dims= names their dimension, or "samples" for a sequence with one item per '
-            "row"
+            "are elsewhere, in_dims= names their dimension; a sequence with one item per row goes into "
+            "evenly.samples(...)"
         )
 
 

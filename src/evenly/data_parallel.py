@@ -44,13 +44,14 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
             ``["cpu"] * n``.
         output_device: Where outputs appear to be; the first device by default, and the only choice today.
         dim: The batch dimension of the inputs.
-        split: Weights of the devices when the batch is split; even by default.
-        in_dims: How arguments depend on the batch, as in :func:`torch.vmap`: an int, None (given whole),
-            "samples" (a sequence with one item per row), or a structure of these like the arguments. Found out by
-            default.
-        out_dims: The same for the outputs. Found out by default.
-        scalar_outputs: What 0-dim outputs are: "mean" or "sum" over the rows, "stack" for one entry per replica, or a
-            structure of these. Found out by default.
+        split: Weights of the devices when the batch is split; even by default. The last ones may be 0.
+        in_dims: How arguments depend on the batch, as in :func:`torch.vmap`: the dimension of their rows, None (given
+            whole), "samples" (a sequence with one item per row), `...` (found out), or a structure of these: a tuple
+            for all positional arguments, or a dict of some, by their names in ``forward``. Found out by default.
+        out_dims: How outputs depend on the batch: the dimension of their rows, None (the same on all replicas), `...`
+            (found out), or a structure of these like the output. Found out by default.
+        scalar_outputs: What single numbers among the outputs are: "mean" or "sum" over the rows, "stack" for one entry
+            per replica, or a structure of these like the output. Found out by default.
         sync_batchnorm: Whether batch normalisation in training uses the statistics of the whole batch, as the bare
             module does. By default each replica uses those of its rows, and running statistics follow replica 0.
         collectives: How parameters get to the replicas and gradients back: "memory" (shared memory, for the CPU) or

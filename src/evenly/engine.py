@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,6 +22,10 @@ from evenly.team.values import ask_report
 if TYPE_CHECKING:
     from evenly.team.collectives import Kind
     from evenly.team.team import Team
+
+
+_work: WeakKeyDictionary[Team, Work] = WeakKeyDictionary()
+"""What the driver has computed as replica 0 of each team: for all models, as the other replicas count."""
 
 
 class Engine:
@@ -47,7 +52,7 @@ class Engine:
         self.team = team
         self.replicated = Replicated(module, team, kind=kind, sync_batchnorm=sync_batchnorm)
         self.outputs = Outputs(self.replicated, out_dims, scalar_outputs)
-        self.work = Work()
+        self.work = _work.setdefault(team, Work())
 
     def run(self, plan: SplitPlan) -> Any:
         """The module's output for a batch that several replicas take part in."""

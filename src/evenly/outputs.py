@@ -112,7 +112,8 @@ def check_tensor_metas(
     """
     shapes = _check_alike(path, metas)
     if isinstance(rule, Unknown):
-        if not rule.candidates:
+        if not rule.candidates or any(isinstance(candidate, Rows) for candidate in rule.candidates):
+            # Whatever the values: as rows they would be side by side, and so of another shape.
             raise ValueError(_unknown(path, rule))
         rule = rule.candidates[0]
     if isinstance(rule, SampleList):
