@@ -368,14 +368,6 @@ def test_any_rows_can_be_selected():
     assert plan.select([1, 2])[0][0].tolist() == [1, 2]
 
 
-def test_a_plan_can_be_cut_at_other_rows():
-    plan = plan_split((torch.arange(6), list("abcdef")), {}, devices=2).with_rows([1, 5])
-    assert plan.shard(0)[0][1] == ["a"]
-    assert plan.shard(1)[0][0].tolist() == [1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match="do not add up"):
-        plan.with_rows([1, 2])
-
-
 def test_a_shard_can_be_built_around_other_tensors():
     args = ({"x": torch.ones(4), "n": torch.tensor(1.0)}, ragged([2, 2, 1, 1])[1], ["a"] * 4)
     plan = plan_split(args, {"k": torch.ones(4)}, devices=2)

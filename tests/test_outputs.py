@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
-from evenly.batch import plan_split
 from evenly.outputs import (
     Constant,
     Mean,
@@ -21,9 +20,9 @@ from evenly.outputs import (
     Unknown,
     check_and_join_values,
     check_tensor_metas,
-    join_tensors,
     override_rules,
 )
+from evenly.packed import join_samples, layout_of
 from evenly.probe import infer_rules, rules_from_shapes
 
 X = torch.arange(1.0, 13.0, dtype=torch.float64).view(3, 4).sin()
@@ -275,85 +274,20 @@ def test_values_that_do_not_fit_are_refused_with_both(rule, values, message):
         check_and_join_values('output["x"]', rule, values, (2, 1))
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        lambda x: x * 2,
-        lambda x: x.T,
-        lambda x: x.reshape(-1),
-        lambda x: x.square().mean(),
-        lambda x: x.square().sum(),
-        lambda _: torch.arange(5),
-    ],
-)
-def test_what_the_probe_found_joins_to_what_the_module_computes_whole(module):
-    x = torch.randn(5, 4, dtype=torch.float64)
-    rule = rule_of(module)
-    joined = join_tensors("output", rule, [module(x[:3]), module(x[3:])], (3, 2))
-    assert torch.allclose(joined.double(), module(x).double())
-
-
 @pytest.mark.parametrize("lengths", [[5, 4, 3, 2, 1], [2, 5, 1, 4, 3]])
 def test_packed_outputs_join_in_the_order_of_the_rows(lengths):
     steps = [torch.randn(length, 2, requires_grad=True) for length in lengths]
     ordered = lengths == sorted(lengths, reverse=True)
     whole = pack_sequence(steps, enforce_sorted=ordered)
     parts = [pack_sequence(part, enforce_sorted=ordered) for part in (steps[:3], steps[3:])]
-    joined = join_tensors("output", PackedRows(), parts, (3, 2))
+    index, layout = join_samples([layout_of(part) for part in parts], None)
+    joined = layout.pack(torch.cat([part.data for part in parts])[index])
     assert torch.equal(joined.data, whole.data)
     assert torch.equal(joined.batch_sizes, whole.batch_sizes)
     assert (joined.sorted_indices is None) == (whole.sorted_indices is None)
     assert torch.equal(pad_packed_sequence(joined)[1], torch.tensor(lengths))
     joined.data.sum().backward()
     assert all(step.grad is not None for step in steps)
-
-
-def test_a_constant_that_changes_is_refused():
-    with pytest.raises(ValueError, match="was the same for all rows before"):
-        join_tensors("output", Constant(), [torch.ones(2), torch.zeros(2)], (2, 1))
-
-
-class Tagger(torch.nn.Module):
-    """Outputs of every sort: rows, a hidden state, a loss, a count, strings."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = torch.nn.LSTM(3, 4, batch_first=True)
-
-    def forward(self, batch):
-        states, (hidden, _) = self.rnn(batch["x"])
-        return {
-            "states": states,
-            "flat": states.flatten(0, 1),
-            "hidden": hidden,
-            "loss": states.square().mean(),
-            "names": [name.upper() for name in batch["names"]],
-            "rows": len(states),
-            "weight": self.rnn.weight_hh_l0,
-            "extra": None,
-        }
-
-
-def test_split_probe_and_join_give_what_the_module_gives_on_the_whole_batch():
-    module = Tagger()
-    batch = {"x": torch.randn(7, 5, 3), "names": list("abcdefg")}
-    plan = plan_split((batch,), {}, devices=3)
-
-    def run(rows):
-        args, kwargs = plan.select(rows)
-        return module(*args, **kwargs)
-
-    rules, tree = infer_rules(run([0, 1, 2]), run([0, 1]), run([2]), (2, 1))
-    outputs = [module(*plan.shard(r)[0]) for r in range(3)]
-    joined = []
-    leaves = [tree.flatten_up_to(output, "output") for output in outputs]
-    _, full = tree.fit(outputs[0], "output")
-    for path, rule, values in zip(tree.paths("output"), rules, zip(*leaves, strict=True), strict=True):
-        join = join_tensors if isinstance(values[0], torch.Tensor) else check_and_join_values
-        joined.append(join(path, rule, values, plan.rows))
-    found, expected = full.rebuild(joined), module(batch)
-    assert found.pop("names") == expected.pop("names")
-    torch.testing.assert_close(found, expected)
 
 
 # Overrides

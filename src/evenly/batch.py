@@ -99,19 +99,6 @@ class SplitPlan:
         part = Part.of_rows(rows)
         return self._build(part, [cut(leaf, part) for leaf in self._tensor_leaves])
 
-    def with_rows(self, rows: Sequence[int]) -> SplitPlan:
-        """The same arguments cut at other boundaries; the rows must add up to `size`."""
-        if sum(rows) != (self.size or 0):
-            raise ValueError(f"rows {list(rows)} do not add up to the {self.size} rows of the batch")
-        return SplitPlan(
-            size=self.size,
-            dim=self.dim,
-            rows=tuple(rows),
-            tree=self._tree,
-            leaves=self.leaves,
-            call=self._call,
-        )
-
     def merge(self, leaf: TensorLeaf, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Puts what belongs to the parts of a tensor, gradients above all, together for the whole tensor.
 

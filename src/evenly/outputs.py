@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from evenly.packed import join_samples, layout_of
 from evenly.structure import Tree, unpack
 
 Shape: TypeAlias = "tuple[int, ...]"
@@ -225,54 +223,6 @@ def _join_lists(path: str, rule: SampleList, values: Sequence[Any], rows: Sequen
             )
         joined.extend(cast("Sequence[Any]", value))
     return cast("Any", kind)(joined)
-
-
-def join_tensors(
-    path: str,
-    rule: OutputRule,
-    tensors: Sequence[Any],
-    rows: Sequence[int],
-    *,
-    like: PackedSequence | None = None,
-) -> Any:
-    """Joins one tensor of the output whose parts are all on one device, differentiably.
-
-    Args:
-        path: The path of the leaf.
-        rule: The leaf's rule.
-        tensors: One tensor (for `PackedRows`, `PackedSequence`) per replica.
-        rows: Rows of each replica.
-        like: A packed input of the whole batch, whose order of samples of equal length packed outputs keep.
-
-    Raises:
-        ValueError: As `check_tensor_metas`, or if a constant has other values on another replica.
-    """
-    bare = [tensor.data if isinstance(tensor, PackedSequence) else tensor for tensor in tensors]
-    check_tensor_metas(path, rule, [(tensor.shape, tensor.dtype) for tensor in bare], rows)
-    if isinstance(rule, PackedRows):
-        index, layout = join_samples(
-            [layout_of(packed) for packed in tensors], None if like is None else layout_of(like)
-        )
-        data = torch.cat(bare)
-        return layout.pack(data.index_select(0, index.to(data.device)))
-    if isinstance(rule, Rows):
-        return torch.cat(bare, rule.dim)
-    if isinstance(rule, Stack):
-        return torch.stack(bare)
-    if isinstance(rule, Sum):
-        return sum(bare[1:], bare[0])
-    if isinstance(rule, Mean):
-        weighted = [tensor * (count / sum(rows)) for tensor, count in zip(bare, rows, strict=True)]
-        return sum(weighted[1:], weighted[0])
-    for replica, tensor in enumerate(bare):
-        if not torch.allclose(tensor.detach(), bare[0].detach(), rtol=0.0, atol=0.0, equal_nan=True):
-            raise ValueError(
-                f"{path} is {short(bare[0])} on replica 0 and {short(tensor)} on replica {replica}, but was "
-                f"the same for all rows before. {_REMEDIES}"
-            )
-    if isinstance(rule, Unknown) and bool((bare[0] != 0).any()):
-        raise ValueError(_unknown(path, rule))
-    return bare[0]
 
 
 def override_rules(
