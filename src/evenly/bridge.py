@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from evenly.ends import lies_elsewhere
+from evenly.sharded import plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -78,6 +81,7 @@ class _Bridge(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             bridge = cast("Any", _GradientBridge)
             return (None, None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
+        gradients = _brought(reverse, gradients)
         with reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=keep)
         return (None, None, *found.parameters, *found.inputs)
@@ -93,7 +97,7 @@ class _GradientBridge(torch.autograd.Function):
     def forward(
         ctx: Any, reverse: Reverse, inputs: list[int], keep: bool, count: int, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        gradients = tensors[:count]
+        gradients = _brought(reverse, tensors[:count])
         ctx.set_materialize_grads(False)
         with reverse.team.lock:
             found = reverse.run(gradients, inputs, keep=keep, again=True)
@@ -104,6 +108,8 @@ class _GradientBridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         reverse = cast("Reverse", ctx.reverse)
+        with torch.no_grad():
+            gradients = _brought(reverse, gradients)
         with torch.no_grad(), reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=_keeps_graph(), flows=ctx.flowing)
         flows: list[Tensor | None] = [None] * ctx.count
@@ -111,6 +117,17 @@ class _GradientBridge(torch.autograd.Function):
             flows[number] = flow
         results = (None, None, None, None, *flows, *found.parameters, *found.inputs)
         return _no_further(results) if torch.is_grad_enabled() else results
+
+
+def _brought(reverse: Reverse, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Gradients of which none lies with other replicas than those they go to; see :func:`evenly.ends.bring`."""
+    team = reverse.team
+    return tuple(
+        [
+            plain(gradient) if gradient is not None and lies_elsewhere(team, gradient) else gradient
+            for gradient in gradients
+        ]
+    )
 
 
 def _no_further(results: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -221,14 +221,19 @@ class Call:
     def _follow_change(self, replica: int, leaf: TensorLeaf, value: Tensor) -> None:
         """Forward changed an argument in place: what it did to its rows elsewhere happens to the user's tensor."""
         target = self.plan.cut(leaf, replica)
-        if leaf.dim is None and leaf.item is None:
+        if leaf.dim is None and leaf.item is None and not leaf.copied:
             if target is None or not torch.equal(plain(target), value):
                 message = (
                     f"{leaf.path} is given whole to each replica and was changed in place by forward, differently on "
                     f"replica {replica} than on replica 0: return what is to be known outside"
                 )
                 raise ValueError(message)
-        elif isinstance(leaf.value, ShardedTensor) or target is None or not _is_view_of(target, leaf.value):
+        elif (
+            leaf.copied
+            or isinstance(leaf.value, ShardedTensor)
+            or target is None
+            or not _is_view_of(target, leaf.value)
+        ):
             message = f"{leaf.path} was changed in place by forward, which cannot be followed: pass a copy of it"
             raise ValueError(message)
         else:

@@ -87,3 +87,21 @@ def resident(team: Team, plan: SplitPlan, leaf: TensorLeaf) -> Handle | None:
     shards = value.shards
     fits = shards is not None and shards.team is team and shards.dim == leaf.dim
     return shards.handle if shards is not None and fits and shards.rows == plan.rows else None
+
+
+def bring(team: Team, plan: SplitPlan) -> None:
+    """Bring arguments here that lie with other replicas than the team's.
+
+    Before the team is locked: two threads that asked for each other's while they hold their own would wait for ever.
+    """
+    for leaf in plan.tensor_leaves():
+        value = leaf.value
+        if isinstance(value, ShardedTensor) and lies_elsewhere(team, value):
+            leaf.value, leaf.copied = value.full_tensor(), True
+
+
+def lies_elsewhere(team: Team, tensor: Tensor) -> bool:
+    """Whether other replicas than the team's, or whoever knows, must be asked for a tensor's values."""
+    if not isinstance(tensor, ShardedTensor) or tensor.is_plain:
+        return False
+    return tensor.shards is None or tensor.shards.team is not team

@@ -13,6 +13,7 @@ from torch import nn
 from evenly import bridge
 from evenly.batch import SplitPlan
 from evenly.call import Call, Work
+from evenly.ends import bring
 from evenly.probing import Outputs
 from evenly.replicated import Replicated
 from evenly.report import ReplicaReport
@@ -57,6 +58,7 @@ class Engine:
     def run(self, plan: SplitPlan) -> Any:
         """The module's output for a batch that several replicas take part in."""
         team = self.team
+        bring(team, plan)
         with team.lock:
             team.ensure_ready()
             self.replicated.sync()

@@ -81,12 +81,14 @@ class TensorLeaf(Unit):
         dim: The dimension that is cut, not negative; None for a tensor that is given whole, or as part of an
             item.
         item: The row to whose item it belongs, when it is part of a per-sample list.
+        copied: Whether it is a copy of what the user gave.
     """
 
     path: str
     value: torch.Tensor
     dim: int | None
     item: int | None = None
+    copied: bool = field(default=False, kw_only=True)
 
     @property
     def treatment(self) -> Treatment:  # type: ignore[override]
