@@ -37,6 +37,7 @@ _DEFAULT_TOLERANCE = 1e-4
 # promise demands.
 _SUM_TOLERANCE = {**_TOLERANCE, torch.float32: 5e-6, torch.complex64: 5e-6}
 
+NOT_FINITE = "it was not finite"
 _ONE_RUN = "one run does not tell a mean from a sum"
 _EVEN = "all replicas had equally many rows, so that any size could follow them"
 _PAIRWISE = "each of its rows depends on all others (two of its dimensions follow the rows)"
@@ -233,7 +234,7 @@ def _number_rule(values: list[torch.Tensor], counts: Sequence[int], example: Any
     if whole.dtype is torch.bool:
         return Constant() if equal else Unknown(_differs(values, counts))
     if whole.numel() == 1 and not all(bool(value.isfinite().all()) for value in values):
-        return Unknown("it was not finite", (Constant(), Sum()) if integral else (Mean(), Sum()))
+        return Unknown(NOT_FINITE, (Constant(), Sum()) if integral else (Mean(), Sum()))
     if whole.numel() and not any(bool((value != 0).any()) for value in values):
         candidates: tuple[OutputRule, ...] = (Constant(), Sum()) if integral else (Constant(), Mean(), Sum())
         return Unknown("it was 0 for all rows, which may be a constant, a mean or a sum", candidates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from evenly.joining import Join, Joiner, agree
 from evenly.outputs import Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Sum, Unknown, override_rules
 from evenly.packed import layout_of
 from evenly.parts import Packed
-from evenly.probe import infer_rules, rules_from_shapes
+from evenly.probe import NOT_FINITE, infer_rules, rules_from_shapes
 from evenly.structure import Tree, flatten
 from evenly.team.answer import Answer, RemotePacked, RemoteTensor
 from evenly.team.context import capture, probing_context
@@ -132,6 +132,8 @@ class Outputs:
                 self._known[key] = found
                 return found
             second = found if proven else second or found
+        if second is not None and any(isinstance(rule, Unknown) and rule.reason == NOT_FINITE for rule in second[0]):
+            return self._probe_finite(plan, outputs, second)
         if second is not None:
             self._known[key] = second
             return second
@@ -169,6 +171,26 @@ class Outputs:
                 refuted = refuted or proven
                 yield found, whole, proven
 
+    def _probe_finite(self, plan: SplitPlan, outputs: Sequence[Any], found: _Found) -> _Found:
+        """Learn from rows made finite what those of this call do not tell: their loss is infinite, or not a number.
+
+        It is not remembered, because a mean over labels looks like one over rows once none of them is ignored.
+        """
+        for way in self._ways():
+            try:
+                whole, part_a, part_b, again = self._run(plan, _FEW_ROWS, way, finite=True)
+                rules, tree = infer_rules(whole, part_a, part_b, _FEW_ROWS, again=again)
+            except ReplicaDied:
+                raise
+            except Exception:  # noqa: S112 - it may not like these rows
+                continue
+            if _fits((rules, tree), whole, outputs, plan.rows) and len(rules) == len(found[0]):
+                unclear = [isinstance(rule, Unknown) and rule.reason == NOT_FINITE for rule in found[0]]
+                return [
+                    new if is_unclear else old for old, new, is_unclear in zip(found[0], rules, unclear, strict=True)
+                ], tree
+        return found
+
     def _ways(self) -> list[_Way]:
         """How to probe, the likeliest to tell first.
 
@@ -187,13 +209,14 @@ class Outputs:
             ways += [way._replace(autocast=True) for way in own]
         return ways
 
-    def _run(self, plan: SplitPlan, counts: tuple[int, int], way: _Way) -> list[Any]:
+    def _run(self, plan: SplitPlan, counts: tuple[int, int], way: _Way, *, finite: bool = False) -> list[Any]:
         team = self.model.team
         first = counts[0]
         rows = [row % (plan.size or 1) for row in range(sum(counts))]
-        parcel = pack(
-            [plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)], name="(args, kwargs)"
-        )
+        calls = [plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)]
+        if finite:
+            calls = _made_finite(calls)
+        parcel = pack(calls, name="(args, kwargs)")
         specs, data = wire_forms(parcel.tensors)
         team.phase = "trying a few rows, to find out how the outputs depend on the batch"
         context = probing_context(capture(team.size), autocast=way.autocast, dtype=way.dtype)
@@ -232,6 +255,21 @@ def _as_meta(output: Any) -> Any:
         else:
             made.append(leaf)
     return tree.rebuild(made)
+
+
+def _made_finite(calls: Sequence[Any]) -> list[Any]:
+    """The same calls with one number for those that are not finite, and no negative labels, which are ignored."""
+    leaves, tree = flatten(calls, root="(args, kwargs)")
+    made: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            if leaf.is_floating_point():
+                made.append(leaf.detach().nan_to_num(0.5, 0.5, -0.5))
+            else:
+                made.append(leaf.clamp(min=0) if leaf.dtype.is_signed and not leaf.is_complex() else leaf)
+        else:
+            made.append(leaf)
+    return cast("list[Any]", tree.rebuild(made))
 
 
 def _may_change(rule: OutputRule) -> bool:
