@@ -26,7 +26,7 @@ from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward, differentiate
 from evenly.team.group import Group
-from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding, is_dense
+from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding
 from evenly.team.memory import Block
 from evenly.team.model import Model
 from evenly.team.presence import process_memory
@@ -131,9 +131,9 @@ class Replica:
             self._in_users_code = False
 
     @contextlib.contextmanager
-    def _running(self, number: int, shard: Shard) -> Generator[None]:
-        """Around the ``number``-th forward or backward of the user's code on its shard."""
-        with in_shard(self._peers(), number, shard), self._interruptible():
+    def _running(self, number: int, shard: Shard, model: Model) -> Generator[None]:
+        """Around a backward, the ``number``-th forward or backward of the user's code on its shard."""
+        with model.holding.taking(), in_shard(self._peers(), number, shard), self._interruptible():
             yield
 
     def give_up_if_unwanted(self, *_: object) -> None:
@@ -302,15 +302,13 @@ class Replica:
         model, graph = self.graphs[call]
         if not keep:
             del self.graphs[call]
-        running = self._running(base, shard)
+        running = self._running(base, shard, model)
         if again:
             found, inputs, second = differentiate(graph, incoming, model.leaves, running)
             self.graphs[again] = (model, second)
         else:
             found, inputs = backward(graph, incoming, model.leaves, running, keep=keep)
-        model.holding.lay(found)
-        present = bytes(0 if grad is None else 1 if is_dense(grad) else 2 for grad in found)
-        sparse = [grad for grad in found if grad is not None and not is_dense(grad)]
+        present, sparse = model.holding.lay(found)
         metas: list[tuple[int, int, tuple[int, ...]] | tuple[int]] = []
         for position, grad in inputs.items():
             if grad is None:
