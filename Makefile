@@ -6,9 +6,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-# Tests of what a loop computes run a second time, over the process group instead of shared memory.
-BOTH_WAYS := $(patsubst %,tests/test_%.py,parity_models inputs joined_outputs losses loops state whole_batch \
-	double_backward collectives)
+# All tests run a second time, over the process group instead of shared memory, but for those to which that makes no
+# difference: what wraps no module, or is about its names alone, and what says itself which transport it is about.
+ONE_WAY := batch benchmarks checkpoint clean_names errors examples footprint ops sharded shipping structure wire \
+	collectives fingerprints process_group
+BOTH_WAYS := $(filter-out $(patsubst %,tests/test_%.py,$(ONE_WAY)),$(wildcard tests/test_*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo chargpt bench test lint format clean

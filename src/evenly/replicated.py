@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from evenly.team.buffers import Buffers
-from evenly.team.collectives import Collectives, Kind, collectives_for
+from evenly.team.collectives import Collectives, Kind
 from evenly.team.memory import Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, can_travel, encode, wire_forms
 from evenly.team.shipping import LeafRegistry, pack
+from evenly.team.transports import collectives_for
 from evenly.watch import Changes, Watch
 
 if TYPE_CHECKING:

@@ -2,24 +2,25 @@
 
 - :class:`SharedMemory`, for replicas on the CPU: all see the same parameters, so there is nothing to send; each lays
   its gradients where the driver can add them up.
-- :class:`Gloo`, for replicas with memory of their own: parameters are broadcast before a forward, gradients are summed
-  up through a process group that is private to the team. PyTorch's default group belongs to the user.
+- :class:`ThroughGroup`, for replicas with memory of their own: parameters are broadcast before a forward, gradients are
+  summed up through a process group that is private to the team. PyTorch's default group belongs to the user.
 
-Each comes in two halves, the driver's here and the replica's in :mod:`evenly.team.holding`. Which one serves a
-kind of device is said in :data:`BY_DEVICE`.
+Each comes in two halves, the driver's here and the replica's in :mod:`evenly.team.holding`. Which ones there are, and
+which one serves a kind of device, is said in :mod:`evenly.team.transports`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from evenly.team.group import BUCKET_BYTES, Group, buckets
+from evenly.team import groups
+from evenly.team.fingerprints import fingerprint
+from evenly.team.group import BUCKET_BYTES, Group, GroupError, buckets
 from evenly.team.holding import is_dense
 from evenly.team.memory import Block, Placement, lay_out
 from evenly.team.protocol import Command
@@ -29,27 +30,31 @@ if TYPE_CHECKING:
 
     from evenly.team.team import Team
 
-Kind = Literal["memory", "gloo"]
-
-BY_DEVICE: dict[str, Kind] = {"cpu": "memory"}
-"""What serves replicas on a kind of device, unless the user says otherwise."""
-
-ENVIRONMENT = "EVENLY_COLLECTIVES"
-"""Names the collectives for all models that do not say otherwise; for trying one out, and for tests."""
+Kind: TypeAlias = str
+"""The name of a transport."""
 
 
 class Collectives(Protocol):
-    """The driver's half."""
+    """The driver's half, for one model.
+
+    Its methods are called by the thread that holds the team's lock. What they wait for must end when a replica dies
+    and when the user presses Ctrl-C, and after a failure :meth:`Team.spoil` must be called if a replica may be left in
+    the middle of something.
+
+    Attributes:
+        kind: The name of the transport.
+        places: The geometry of the parameters as replicas have them, in the order of the leaves.
+    """
 
     kind: Kind
     places: list[Placement]
 
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of the memory of the parameters, and of that of one replica's gradients; 0 if it is not shared."""
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each block of memory that is shared with a replica."""
         ...
 
     def descriptors(self, replica: int) -> tuple[int, ...]:
-        """What a replica needs to see them."""
+        """A file descriptor for each of them."""
         ...
 
     def shipped(self) -> None:
@@ -70,35 +75,15 @@ class Collectives(Protocol):
         ...
 
 
-def collectives_for(team: Team, number: int, leaves: Sequence[Tensor], kind: Kind | None) -> Collectives:
-    """The driver's half for one model.
-
-    Args:
-        team: Its replicas.
-        number: Its number there.
-        leaves: Its parameters. Where memory is shared their storage is moved.
-        kind: Which one; the device's own by default.
-
-    Raises:
-        ValueError: There is no such kind.
-    """
-    chosen: str = kind or os.environ.get(ENVIRONMENT) or BY_DEVICE[team.devices[0].type]
-    made = {"memory": SharedMemory, "gloo": Gloo}.get(chosen)
-    if made is None:
-        raise ValueError(f"collectives is {chosen!r}, but there are 'memory' and 'gloo'")
-    return made(team, number, leaves)
-
-
 # ---------------------------------------------------------------------- shared memory
 
 
 class SharedMemory:
     """Parameters that all replicas see, and gradients that the driver sees."""
 
-    kind: Kind = "memory"
-
-    def __init__(self, team: Team, number: int, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, team: Team, number: int, leaves: Sequence[Tensor], kind: Kind) -> None:
         del number
+        self.kind = kind
         self.places, size = lay_out(leaves)
         self._parameters = Block.allocate(size)
         for leaf, place in zip(leaves, self.places, strict=True):
@@ -110,8 +95,8 @@ class SharedMemory:
         self._gradients = [[block.tensor(place) for place in self.places] for block in blocks]
         self._all_dense = b"\1" * len(self.places)
 
-    def sizes(self) -> tuple[int, int]:
-        """See :class:`Collectives`."""
+    def sizes(self) -> tuple[int, ...]:
+        """Of the parameters, and of this replica's gradients."""
         return self._parameters.size, self._parameters.size
 
     def descriptors(self, replica: int) -> tuple[int, ...]:
@@ -155,21 +140,20 @@ class SharedMemory:
 # ---------------------------------------------------------------------- a process group
 
 
-class Gloo:
+class ThroughGroup:
     """Copies of the parameters in every replica, kept up to date and summed up through a process group."""
 
-    kind: Kind = "gloo"
-
-    def __init__(self, team: Team, number: int, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, team: Team, number: int, leaves: Sequence[Tensor], kind: Kind) -> None:
+        self.kind = kind
         self.team = team
         self.number = number
         self.leaves = list(leaves)
         self.places, _ = lay_out(leaves)
-        self._published: list[int] | None = None
+        self._published: list[bytes] | None = None
 
-    def sizes(self) -> tuple[int, int]:
-        """See :class:`Collectives`."""
-        return 0, 0
+    def sizes(self) -> tuple[int, ...]:
+        """Nothing is shared."""
+        return ()
 
     def descriptors(self, replica: int) -> tuple[int, ...]:
         """See :class:`Collectives`."""
@@ -183,22 +167,20 @@ class Gloo:
         """Broadcast the parameters; in evaluation only those that are not what was broadcast last.
 
         Version counters are no proof that a parameter is unchanged (writes through ``.data`` bump none), so its
-        content is: see :func:`fingerprint`.
+        content is: see :mod:`~evenly.team.fingerprints`.
         """
-        published = self._published
-        if published is None or training:
-            changed = list(range(len(self.leaves)))
-            self._published = None
-        else:
+        published, now = self._published, None
+        changed = list(range(len(self.leaves)))
+        if not training:
             now = [fingerprint(leaf) for leaf in self.leaves]
-            changed = [position for position, print_ in enumerate(now) if print_ != published[position]]
-            self._published = now
+            if published is not None:
+                changed = [position for position in changed if now[position] != published[position]]
+        self._published = None  # until they have arrived
         if changed:
             with self._collective(int(Command.BROADCAST), self.number, tuple(changed)) as group:
                 for bucket in buckets([self.leaves[position].detach() for position in changed], BUCKET_BYTES):
                     group.broadcast(bucket)
-        if not training and self._published is None:
-            self._published = [fingerprint(leaf) for leaf in self.leaves]
+        self._published = now
 
     def total(self, own: list[Tensor | None], present: Mapping[int, bytes]) -> list[Tensor | None]:
         """See :class:`Collectives`."""
@@ -214,7 +196,9 @@ class Gloo:
             else:
                 sums.append(mine)
         if sums:
-            with self._collective(int(Command.REDUCE), self.number, bytes(wanted), tuple(present)) as group:
+            # A replica that had nothing to run may still hold the gradients of a backward that failed elsewhere.
+            bringing = tuple(replica for replica, flags in present.items() if flags)
+            with self._collective(int(Command.REDUCE), self.number, bytes(wanted), bringing) as group:
                 for bucket in buckets(sums, BUCKET_BYTES):
                     group.reduce(bucket)
         summed = iter(sums)
@@ -230,38 +214,22 @@ class Gloo:
 
         Raises:
             ReplicaDied: One of them ended meanwhile.
+            Exception: What a replica met instead of taking part.
         """
         team = self.team
-        group = team.group()
-        team.broadcast(team.size, *command)
         try:
+            group = groups.group_of(team, self.kind)
+            team.broadcast(team.size, *command)
             yield group
-        except BaseException as error:
+        except GroupError as error:
+            reason = groups.why_not_together(team)
+            team.spoil()
+            if reason is None:
+                raise
+            try:
+                raise reason from reason.__cause__ or error
+            finally:
+                del reason  # see [Note: raised later]
+        except BaseException:
             team.spoil()  # a group that was left in the middle of something is of no use any more
-            if isinstance(error, RuntimeError):
-                team.check_alive()
             raise
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """A number that is another one when the content of ``tensor`` is, as good as always: also when values only moved.
-
-    It is a sum over all elements' bits, weighted by position: columns and rows have odd weights of their own.
-    """
-    data = tensor.detach()
-    if data.is_complex():
-        data = torch.view_as_real(data)
-    if not data.numel():
-        return 0
-    flat = data.contiguous().view(-1)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.view(integer)
-    width = 1024
-    whole = bits.numel() // width * width
-    table, rest = bits[:whole].view(-1, width), bits[whole:]
-    numbers = torch.arange(1, max(table.shape[0], width) + 1, dtype=torch.int64)
-    weights = numbers * 6364136223846793005 + 1442695040888963407  # Knuth's MMIX: all odd or even by turns, never small
-    total = (table.sum(0, dtype=torch.int64) * weights[:width]).sum() + (
-        rest.long() * weights[: rest.numel()] * 3
-    ).sum()
-    return int(total + (table.sum(1, dtype=torch.int64) * weights[: table.shape[0]] * 5).sum())

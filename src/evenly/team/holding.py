@@ -63,7 +63,8 @@ class Holding(Protocol):
 class SharedHolding:
     """Leaves in the driver's memory, gradients in memory that the driver sees."""
 
-    def __init__(self, specs: Sequence[LeafSpec], parameters: Block, gradients: Block) -> None:
+    def __init__(self, specs: Sequence[LeafSpec], blocks: Sequence[Block]) -> None:
+        parameters, gradients = blocks
         self._specs = specs
         self._places = [_place(spec) for spec in specs]
         self._parameters = parameters
@@ -140,7 +141,8 @@ class SharedHolding:
 class OwnHolding:
     """Leaves in this replica's own memory; parameters come, and gradients go, through the group."""
 
-    def __init__(self, specs: Sequence[LeafSpec]) -> None:
+    def __init__(self, specs: Sequence[LeafSpec], blocks: Sequence[Block] = ()) -> None:
+        del blocks  # nothing is shared
         self._specs = specs
         self.leaves = [
             leaf_of(torch.empty_strided(spec[1], spec[2], dtype=DTYPES[int(spec[3])]), spec) for spec in specs
@@ -168,9 +170,9 @@ class OwnHolding:
         for bucket in buckets([self.leaves[position].data for position in positions], BUCKET_BYTES):
             group.broadcast(bucket)
 
-    def reduce(self, group: Group, wanted: bytes, *, taking_part: bool) -> None:
+    def reduce(self, group: Group, wanted: bytes, *, bringing: bool) -> None:
         """Take part in the sum of the gradients; where this replica has none it brings zeros."""
-        gradients = self._gradients if taking_part and self._gradients else [None] * len(self.leaves)
+        gradients = self._gradients if bringing and self._gradients else [None] * len(self.leaves)
         self._gradients = []
         brought = [
             cast("Tensor", gradient) if is_dense(gradient) else torch.zeros_like(leaf)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from evenly.team.buffers import Buffers
-from evenly.team.holding import OwnHolding, SharedHolding
+from evenly.team.collectives import Kind
+from evenly.team.holding import Holding
 
 
 @dataclass
@@ -17,12 +18,14 @@ class Model:
 
     Attributes:
         module: The module.
+        kind: The transport of its parameters.
         holding: Its parameters, and where their gradients go.
         buffers: Its buffers, whose values come from the driver.
     """
 
     module: torch.nn.Module
-    holding: SharedHolding | OwnHolding
+    kind: Kind
+    holding: Holding
     buffers: Buffers
 
     @property

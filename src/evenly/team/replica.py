@@ -25,14 +25,15 @@ from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import Graph, backward, differentiate
-from evenly.team.group import Group
-from evenly.team.holding import LeafSpec, OwnHolding, SharedHolding
+from evenly.team.holding import LeafSpec
+from evenly.team.membership import Membership
 from evenly.team.memory import Block
 from evenly.team.model import Model
 from evenly.team.presence import process_memory
 from evenly.team.protocol import DTYPE_NUMBER, Command, Status, decode, encode, receive_tensor, wire_form, wire_forms
 from evenly.team.shipping import LeafRegistry, Parcel, pack, unpack
 from evenly.team.store import Store
+from evenly.team.transports import TRANSPORTS
 from evenly.team.wire import Channel, ChannelClosedError
 
 
@@ -49,7 +50,7 @@ class Replica:
         self.graphs: dict[int, tuple[Model, Graph]] = {}
         self.context: Context | None = None
         self.exchange: Exchange | None = None
-        self.group: Group | None = None
+        self.membership = Membership(channel, index, count)
         self._in_users_code = False
         self._synced = 0
         self.rows = 0
@@ -67,7 +68,7 @@ class Replica:
             Command.FETCH: self.fetch,
             Command.RENAME: self.store.rename,
             Command.REPORT: self.report,
-            Command.GROUP: self.join_group,
+            Command.GROUP: self.membership.join,
             Command.BROADCAST: self.broadcast,
             Command.REDUCE: self.reduce,
             Command.SYNC: self.sync,
@@ -156,38 +157,26 @@ class Replica:
         specs: tuple[Any, ...],
         leaves: tuple[LeafSpec, ...],
         kind: Kind,
-        sizes: tuple[int, int],
+        sizes: tuple[int, ...],
     ) -> None:
-        """Take over a module. With shared memory come two descriptors: the parameters, and this replica's gradients."""
+        """Take over a module. Descriptors of the memory that the driver shares with this replica came before."""
         tensors = [receive_tensor(self.channel, spec) for spec in specs]
-        if kind == "memory":
-            descriptors = self.channel.claim_descriptors(number)
-            parameters, gradients = (Block(*pair) for pair in zip(descriptors, sizes, strict=True))
-            holding: SharedHolding | OwnHolding = SharedHolding(leaves, parameters, gradients)
-        else:
-            holding = OwnHolding(leaves)
+        descriptors = self.channel.claim_descriptors(number) if sizes else ()
+        blocks = [Block(*pair) for pair in zip(descriptors, sizes, strict=True)]
+        holding = TRANSPORTS[kind].replica(leaves, blocks)
         module = cast("torch.nn.Module", unpack(payload, tensors, holding.leaves))
-        self.models[number] = Model(module, holding, Buffers(module))
+        self.models[number] = Model(module, kind, holding, Buffers(module))
         self._reply()
-
-    def join_group(self, token: int) -> None:
-        """Become part of the team's process group; the descriptor of the file in which it meets came before."""
-        (descriptor,) = self.channel.claim_descriptors(token)
-        self.group = Group(descriptor, self.index, self.count)
 
     def broadcast(self, number: int, positions: tuple[int, ...]) -> None:
         """Receive parameters through the group."""
-        holding = self.models[number].holding
-        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
-        assert self.group is not None  # noqa: S101 - and has told of the group
-        holding.receive(self.group, positions)
+        with self.membership.together(self.models[number]) as (holding, group):
+            holding.receive(group, positions)
 
-    def reduce(self, number: int, wanted: bytes, taking_part: tuple[int, ...]) -> None:
-        """Bring gradients to the sum through the group, or zeros if this replica had no rows."""
-        holding = self.models[number].holding
-        assert isinstance(holding, OwnHolding)  # noqa: S101 - the driver knows
-        assert self.group is not None  # noqa: S101 - and has told of the group
-        holding.reduce(self.group, wanted, taking_part=self.index in taking_part)
+    def reduce(self, number: int, wanted: bytes, bringing: tuple[int, ...]) -> None:
+        """Bring gradients to the sum through the group, or zeros if this replica has none."""
+        with self.membership.together(self.models[number]) as (holding, group):
+            holding.reduce(group, wanted, bringing=self.index in bringing)
 
     def patch(self, number: int, changes: bytes, specs: tuple[Any, ...]) -> None:
         """Follow what changed on the driver's module since the last call."""

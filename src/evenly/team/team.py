@@ -6,13 +6,14 @@ background, when the first model asks for them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evenly.team import errors
+from evenly.team import errors, groups
 from evenly.team.exchange import Exchange, exchange_bytes
 from evenly.team.group import Group
 from evenly.team.memory import Block
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from evenly.team.collectives import Kind
+
 STOP_SECONDS = 0.5
 """How long a replica may take to end when told to. One that is busy has nothing to save."""
 RECOVER_SECONDS = 2
 """How long replicas may take to give up an interrupted step; starting new ones takes about as long."""
 
 
-class _TookTooLongError(Exception):
+class TookTooLongError(Exception):
     """A wait has exceeded its bound."""
 
 
@@ -61,12 +64,14 @@ class Team:
         self._pending: dict[int, int] = {}
         """Answers that may be outstanding, per replica: never too few."""
         self._unneeded = Unneeded()
-        self._group: Group | None = None
+        self.groups: dict[Kind, Group] = {}
+        """Those that have been needed."""
         self.exchange: Exchange | None = None
         """Where the driver adds up numbers with the other replicas in the middle of a forward."""
         self.phase = "starting"
         """What the replicas are doing, for messages about failures."""
-        self._watch = weakly(self.check_alive)
+        self.watch = weakly(self.check_alive)
+        """To be called now and then while waiting."""
         self.places = Places()
         """Where the user's program asked for what was sent last, by number."""
 
@@ -100,7 +105,7 @@ class Team:
             self.stop()
             raise
         for process in self._processes:
-            process.channel.watch = self._watch
+            process.channel.watch = self.watch
             for other in self._processes:
                 if other is not process:
                     process.channel.also_watch(other.channel.socket.fileno())
@@ -127,12 +132,9 @@ class Team:
 
     def _await_start(self) -> None:
         self.phase = "starting"
-        self._give_up_at = time.monotonic() + START_SECONDS
-        try:
+        with self.within(START_SECONDS):
             for process in self._processes:
                 self._await_hello(process)
-        finally:
-            self._give_up_at = None
         self._share_exchange()
         self._ready = True
 
@@ -143,7 +145,7 @@ class Team:
             process.channel.receive()
         except ChannelClosedError:
             raise self._lost(process) from None
-        except _TookTooLongError:
+        except TookTooLongError:
             process.give_up_start()
             self.stop()
             message = f"replica {process.index} ({process.device}) did not start within {START_SECONDS} s"
@@ -152,23 +154,12 @@ class Team:
     def _share_exchange(self) -> None:
         """Give all replicas the memory in which they add up numbers among themselves."""
         block = Block.allocate(exchange_bytes(self.size))
-        self.exchange = Exchange(block.descriptor, self.size, 0, self._watch)
+        self.exchange = Exchange(block.descriptor, self.size, 0, self.watch)
         token = self.reserve(1)
         for process in self._processes:
             self.send_descriptors(process.index, token, (block.descriptor,))
         self.broadcast(self.size, int(Command.EXCHANGE), token, self.size)
         block.close()
-
-    def group(self) -> Group:
-        """The team's process group, made when it is first needed."""
-        if self._group is None:
-            descriptor = os.memfd_create("evenly-group", os.MFD_CLOEXEC)
-            token = self.reserve(1)
-            for process in self._processes:
-                self.send_descriptors(process.index, token, (descriptor,))
-            self.broadcast(self.size, int(Command.GROUP), token)
-            self._group = Group(descriptor, 0, self.size)
-        return self._group
 
     def spoil(self) -> None:
         """Have the replicas replaced before they are used again: they are in the middle of something."""
@@ -188,20 +179,18 @@ class Team:
             self.stop()
             return
         token = self.reserve(1)
-        self._give_up_at = time.monotonic() + RECOVER_SECONDS
         behind = [process for process in self._processes if self._pending.get(process.index)]
         try:
-            for process in behind:
-                process.interrupt(token)
-                process.channel.send(encode((int(Command.SYNC), token)))
-            for process in behind:
-                while decode(process.channel.receive()) != (Status.DONE, token):
-                    pass
-                self._pending[process.index] = 0
-        except (ChannelClosedError, _TookTooLongError):
+            with self.within(RECOVER_SECONDS):
+                for process in behind:
+                    process.interrupt(token)
+                    process.channel.send(encode((int(Command.SYNC), token)))
+                for process in behind:
+                    while decode(process.channel.receive()) != (Status.DONE, token):
+                        pass
+                    self._pending[process.index] = 0
+        except (ChannelClosedError, TookTooLongError):
             self.stop()
-        finally:
-            self._give_up_at = None
 
     def _settle(self) -> None:
         """Recover when replicas are needed that hold something: if they have to be replaced, that is lost."""
@@ -215,9 +204,13 @@ class Team:
 
     def stop(self) -> None:
         """End all processes. A later call starts new ones."""
-        self.exchange = self._group = None
+        self.exchange = None
         self._ready = False
-        stop_all(self._processes, self._owner, STOP_SECONDS)
+        try:
+            stop_all(self._processes, self._owner, STOP_SECONDS)
+        finally:
+            # Last: a group waits for what it is in the middle of, and that fails once the others are gone.
+            self.groups.clear()
 
     def disown(self) -> None:
         """In a forked child: forget the replicas, which go on working for the parent."""
@@ -225,6 +218,7 @@ class Team:
         for process in self._processes:
             process.disown()
         self._processes.clear()
+        groups.disown(self.groups)
 
     @property
     def started(self) -> bool:
@@ -242,7 +236,16 @@ class Team:
             if code is not None:
                 raise self._died(process, code)
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:
-            raise _TookTooLongError
+            raise TookTooLongError
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Generator[None]:
+        """Let waits raise :class:`TookTooLongError` after so long."""
+        self._give_up_at = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._give_up_at = None
 
     def _died(self, process: Process, code: int) -> errors.ReplicaDied:
         words, device = process.words(), str(process.device)
