@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evenly.ends import lies_elsewhere
 from evenly.sharded import plain
+from evenly.untraced import untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,7 @@ class _Bridge(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         reverse = cast("Reverse", ctx.reverse)
         keep = _keeps_graph()
@@ -106,6 +108,7 @@ class _GradientBridge(torch.autograd.Function):
         return (*found.parameters, *found.inputs)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         reverse = cast("Reverse", ctx.reverse)
         with torch.no_grad():

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from evenly.devices import Device, resolve_devices
 from evenly.rows import split_rows
 from evenly.team.presence import inside_replica
+from evenly.untraced import untraced
 from evenly.wrapping import CleanNames
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class DataParallel(CleanNames, nn.DataParallel[nn.Module]):
 
     # ------------------------------------------------------------------ a step
 
+    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch, computed by all replicas.
 

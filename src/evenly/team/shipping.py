@@ -26,6 +26,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from evenly.team.compiled import reduce_compiled, reduce_scripted
 from evenly.team.definitions import (
     is_parametrized,
     reduce_class,
@@ -209,7 +210,9 @@ class _Pickler(cloudpickle.Pickler):
         cls = type(obj)  # pyright: ignore[reportUnknownVariableType]
         if cls is types.FunctionType:
             register_if_by_value(obj.__module__)
-            return super().reducer_override(obj)
+            return reduce_compiled(obj) or super().reducer_override(obj)
+        if cls is torch.jit.ScriptFunction:
+            return reduce_scripted(obj)
         if cls is types.CodeType:
             return reduce_code(obj)
         if issubclass(cls, type):
