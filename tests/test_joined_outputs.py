@@ -323,6 +323,20 @@ def test_equal_values_do_not_hide_that_even_shards_leave_open_what_is_rows(fill)
     compare(wrap(Net(function))(rows(9)), fill(3, 9))
 
 
+@pytest.mark.parametrize("item", ["a", None, 3])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_equal_items_do_not_hide_that_even_shards_leave_open_what_is_a_list_of_rows(kind, item):
+    def function(h):
+        assert len(h) >= 4
+        return h.T, kind([item] * len(h))
+
+    with pytest.raises(ValueError, match=r"output\[1\] cannot be joined .* equally many rows.* out_dims="):
+        wrap(Net(function), out_dims=(1, ...))(rows(8))
+    compare(wrap(Net(function), out_dims=(1, 0))(rows(8))[1], kind([item] * 8))
+    compare(wrap(Net(function), out_dims=(1, None))(rows(8))[1], kind([item] * 4))
+    compare(wrap(Net(function))(rows(9))[1], kind([item] * 9))
+
+
 def test_a_model_with_random_outputs():
     model = wrap(Net(lambda h: h + torch.randn_like(h)))
     assert model(rows(5)).shape == (5, 4)

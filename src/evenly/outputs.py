@@ -208,6 +208,8 @@ def _equal_values_decide(rule: OutputRule, value: Any) -> bool:
     """Whether a value that is the same on all replicas is that of the whole by every possible rule."""
     if not isinstance(rule, Unknown):
         return not isinstance(rule, Sum)
+    if any(isinstance(candidate, SampleList) for candidate in rule.candidates):
+        return False  # as items of rows they would be one after the other
     return bool(rule.candidates) and (Sum() not in rule.candidates or value == 0 or same_value(value, math.nan))
 
 
@@ -253,6 +255,8 @@ def override_rules(
         if spec is None:
             result[place] = Constant()
             continue
+        if spec == 0:
+            result[place] = _as_list(result[place])
         if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             continue
         if isinstance(spec, bool) or not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
@@ -283,6 +287,12 @@ def override_rules(
                 "evenly.whole_batch(...) in forward"
             )
     return result
+
+
+def _as_list(rule: OutputRule) -> OutputRule:
+    """The rule of a list with one item per row, where it may be one."""
+    candidates = rule.candidates if isinstance(rule, Unknown) else ()
+    return next((candidate for candidate in candidates if isinstance(candidate, SampleList)), rule)
 
 
 def _broadcast(argument: str, tree: Tree, spec: Any, path: str, place: int) -> list[tuple[int, Any, str, bool]]:

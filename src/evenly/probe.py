@@ -27,7 +27,7 @@ from evenly.outputs import (
     same_value,
     short,
 )
-from evenly.structure import LEAF, Tree, describe, same_node, unpack
+from evenly.structure import LEAF, Tree, describe, flatten, same_node, unpack
 
 # How far apart the whole and its parts may be, relative to the largest value: kernels differ with the batch
 # size.
@@ -108,9 +108,9 @@ def _infer(
     if len(opened) == len(values):
         sizes = [len(node.children) for node in opened]
         if all(type(value) in {list, tuple, deque} and type(value) is type(values[0]) for value in values):
-            factor = _factor(sizes, counts) if len(set(counts)) > 1 else 0
-            if factor:
-                rules.append(SampleList(factor))
+            factor, uneven = _factor(sizes, counts), len(set(counts)) > 1
+            if factor and (uneven or not any(map(_holds_tensors, values))):
+                rules.append(SampleList(factor) if uneven else Unknown(_EVEN, (SampleList(factor), Constant())))
                 return LEAF
         first = opened[0].tree
         other = next((node.tree for node in opened if not same_node(first, node.tree)), None)
@@ -143,6 +143,11 @@ def _infer(
         raise ValueError(f"{path} is of the types {kinds} for {list(counts)} rows: it must be the same always")
     rules.append(_shape_rule(values, counts) if by_shape else _leaf_rule(values, counts, again))
     return LEAF
+
+
+def _holds_tensors(value: Any) -> bool:
+    leaves, _ = flatten(value, objects=True)
+    return any(isinstance(leaf, (torch.Tensor, PackedSequence)) for leaf in leaves)
 
 
 def _family(value: Any) -> type[Any]:

@@ -116,7 +116,7 @@ class SharedMemory:
         total = list(own)
         for replica, flags in present.items():
             shared = self._gradients[replica - 1]
-            if flags == self._all_dense and all(map(is_dense, total)):  # as in most steps
+            if total and flags == self._all_dense and all(map(is_dense, total)):  # as in most steps
                 torch._foreach_add_(cast("list[Tensor]", total), shared)
                 continue
             sums: list[Tensor] = []

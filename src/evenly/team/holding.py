@@ -130,7 +130,7 @@ class SharedHolding:
         return shared if gradient is None else shared.add_(gradient)
 
     def _copy(self, gradients: Sequence[Tensor | None]) -> None:
-        if all(map(is_dense, gradients)):  # as in most steps
+        if gradients and all(map(is_dense, gradients)):  # as in most steps
             torch._foreach_copy_(self._gradients, cast("list[Tensor]", gradients))
             return
         pairs = [(into, grad) for into, grad in zip(self._gradients, gradients, strict=True) if is_dense(grad)]
