@@ -251,21 +251,8 @@ def override_rules(
     """
     result = list(rules)
     for place, spec, path, _ in _broadcast("out_dims", tree, out_dims, "output", 0):
-        leaf = leaves[place]
-        if spec is None:
-            result[place] = Constant()
-            continue
-        if spec == 0:
-            result[place] = _as_list(result[place])
-        if spec is ... or not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
-            continue
-        if isinstance(spec, bool) or not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
-            raise ValueError(
-                f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}: it takes the dimension of "
-                "the rows, None (the same on all replicas) or ... (found out)"
-            )
-        found, dim = result[place], spec % leaf.ndim
-        result[place] = found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
+        if spec is not ...:
+            result[place] = _rule_along(spec, leaves[place], result[place], path)
     for place, spec, path, alone in _broadcast("scalar_outputs", tree, scalar_outputs, "output", 0):
         if spec is None:
             continue
@@ -287,6 +274,23 @@ def override_rules(
                 "evenly.whole_batch(...) in forward"
             )
     return result
+
+
+def _rule_along(spec: Any, leaf: Any, found: OutputRule, path: str) -> OutputRule:
+    """The rule of a leaf about which ``out_dims`` says something."""
+    if spec is None:
+        return Constant()
+    if not isinstance(leaf, torch.Tensor):
+        return _as_list(found) if spec == 0 else found
+    if leaf.ndim == 0:
+        return found
+    if isinstance(spec, bool) or not isinstance(spec, int) or not -leaf.ndim <= spec < leaf.ndim:
+        raise ValueError(
+            f"out_dims gives {spec!r} for {path}, which has shape {list(leaf.shape)}: it takes the dimension of "
+            "the rows, None (the same on all replicas) or ... (found out)"
+        )
+    dim = spec % leaf.ndim
+    return found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
 
 
 def _as_list(rule: OutputRule) -> OutputRule:
