@@ -214,6 +214,29 @@ def test_twenty_steps_of_a_gpt(optimizer):
     assert_same(lambda: Gpt().double(), training(batches, token_loss, OPTIMIZERS[optimizer]))
 
 
+@pytest.mark.parametrize("optimizer", ["SGD with momentum", "AdamW"])
+def test_weights_after_two_hundred_steps(optimizer):
+    """Of a net with all that makes a step fast: small and large gradients, targets that come again, dropped ones."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator, dtype=torch.float64)
+    y = torch.randint(5, (64,), generator=generator)
+
+    def make():
+        layers = [nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 5)]
+        return nn.Sequential(*layers).double()
+
+    def loop(model):
+        stepper = OPTIMIZERS[optimizer](model.parameters())
+        for step in range(200):
+            rows = slice(step % 9 * 7, step % 9 * 7 + 5 + step % 3)
+            stepper.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            stepper.step()
+
+    # Rounding errors of two hundred steps add up, and Adam divides by gradients that have become small.
+    assert_same(make, loop, tolerance=1e-8)
+
+
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_twenty_steps_of_lbfgs_with_a_closure(line_search):
     x, y = random(7, 6, dtype=torch.float64), random(7, 4, seed=1, dtype=torch.float64)
