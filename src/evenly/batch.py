@@ -175,6 +175,7 @@ def plan_split(
         # With a single device there is nothing to split, so nothing to refuse.
         strict=devices > 1 and size is not None,
         origin=lambda: _origin(tree, leaves, place),
+        first=leaves[place] if leaves else None,
     )
     if tree.is_call:
         planner.units = [planner.tensor(leaf, f"args[{index}]") for index, leaf in enumerate(leaves)]
@@ -188,12 +189,15 @@ def plan_split(
 class _Planner:
     """Walks through the arguments once and decides on every part of them."""
 
-    def __init__(self, size: int | None, dim: int, *, replicas: int, strict: bool, origin: Callable[[], str]) -> None:
+    def __init__(
+        self, size: int | None, dim: int, *, replicas: int, strict: bool, origin: Callable[[], str], first: Any
+    ) -> None:
         self.size = size
         self.dim = dim
         self.replicas = replicas
         self.strict = strict
         self.origin = origin
+        self.first = first
         self.units: list[Unit] = []
 
     def container(self, value: Any, path: str, along: int | None = None) -> Tree:
@@ -236,7 +240,11 @@ class _Planner:
             return self.packed(value, path)
         if unpack(value) is not None:
             per_sample = along is None and type(value) in {list, tuple} and self.is_per_sample(value, path)
-            return self.samples(value, path) if per_sample else None
+            if not per_sample:
+                return None
+            unit = self.samples(value, path)
+            unit.guessed = value is not self.first
+            return unit
         if along is not None and value is not None:
             raise ValueError(
                 f"in_dims gives dimension {along} for {path}, but that is a {type(value).__name__}; only "
@@ -262,7 +270,9 @@ class _Planner:
         if rows == self.size:
             if self.strict and value.layout is not torch.strided:
                 self.check_sparse(value, dim % value.ndim, path)
-            return TensorLeaf(path, value, dim % value.ndim)
+            leaf = TensorLeaf(path, value, dim % value.ndim)
+            leaf.guessed = along is None and value is not self.first
+            return leaf
         if not self.strict or (rows == 1 and along is None):
             return TensorLeaf(path, value, None)
         return self.refuse(path, f"has size {rows} along dimension {dim}", value)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from evenly.batchwide import Shard, in_shard
 from evenly.ends import resident
+from evenly.explain import guesses_named, name_rows
 from evenly.phases import phase
 from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, unless_failed
 from evenly.sharded import ShardedTensor, plain
@@ -112,6 +113,7 @@ class Call:
                 output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:
             self.peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
+            name_rows(error, self.plan, 0, team.devices[0])
             own = error
         with phase("forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
@@ -122,7 +124,7 @@ class Call:
         for replica in range(1, self.replicas):
             self.model.buffers.confirm(replica)
         kept = RemoteGraph(team, call)
-        with phase("forward: join"):
+        with phase("forward: join"), guesses_named(self.plan):
             join = joiner(output, remote, base)
         if graph:
             flags = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
@@ -204,6 +206,7 @@ class Call:
     def _answer(self, replica: int) -> Answer | BaseException:
         found = self.team.answer(replica)
         if isinstance(found, BaseException):
+            name_rows(found, self.plan, replica, self.team.devices[replica])
             return found
         outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
         channel = self.team.channel(replica)

@@ -74,10 +74,12 @@ class Unknown:
         reason: What is known instead, as the end of the sentence "…, because".
         candidates: Rules that all fit what was seen. Where they agree on the values at hand (all of them 0,
             say), the leaf can be joined all the same.
+        mixed: Whether it has been proven that rows depend on each other: no way of joining is right then.
     """
 
     reason: str
     candidates: tuple[OutputRule, ...] = ()
+    mixed: bool = False
 
 
 OutputRule: TypeAlias = "Rows | Constant | Mean | Sum | Stack | SampleList | PackedRows | Unknown"
@@ -87,6 +89,10 @@ SCALAR_RULES: Mapping[str, OutputRule] = {"mean": Mean(), "sum": Sum(), "stack":
 _REMEDIES = (
     "Say how it depends on the batch with out_dims= (a dimension, or None for a constant) or "
     'scalar_outputs= ("mean", "sum" or "stack")'
+)
+_UNMIX = (
+    "Compute outside of forward what rows have to do with each other; if it is an argument that belongs to all rows "
+    "and has been cut, pass evenly.replicate(...) around it"
 )
 
 
@@ -290,6 +296,11 @@ def _rule_along(spec: Any, leaf: Any, found: OutputRule, path: str) -> OutputRul
             "the rows, None (the same on all replicas) or ... (found out)"
         )
     dim = spec % leaf.ndim
+    if isinstance(found, Unknown) and found.mixed:
+        raise ValueError(
+            f"out_dims gives {dim} for {path}, but joined like this it would be another value than that of the module "
+            f"on the whole batch, because {found.reason}. {_UNMIX}"
+        )
     return found if isinstance(found, Rows) and found.dim == dim else Rows(dim)
 
 
@@ -353,4 +364,6 @@ def short(value: Any) -> str:
 
 
 def _unknown(path: str, rule: Unknown) -> str:
+    if rule.mixed:
+        return f"{path} cannot be joined over the replicas, because {rule.reason}. {_UNMIX}"
     return f"{path} cannot be joined over the replicas, because {rule.reason}. {_REMEDIES}"

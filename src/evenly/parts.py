@@ -57,11 +57,13 @@ class Unit:
         path: The path of the argument, as in `args[0]["img"]`.
         value: What the user gave.
         treatment: How it is given to the replicas.
+        guessed: Whether it is cut only because it has as many rows as the batch.
     """
 
     path: str
     value: Any
     treatment: Treatment
+    guessed = False
 
     @property
     def tensors(self) -> Sequence[TensorLeaf]:

@@ -186,7 +186,7 @@ def _tensor_shape_rule(values: list[torch.Tensor], counts: Sequence[int]) -> Out
     dims = [d for d in dims if _factor([value.shape[d] for value in values], counts)]
     rules: list[OutputRule] = [Rows(dim, first.shape[dim] // counts[0]) for dim in dims]
     if rules and uneven:
-        return rules[0] if len(rules) == 1 else Unknown(_PAIRWISE)
+        return rules[0] if len(rules) == 1 else Unknown(_PAIRWISE, mixed=True)
     if rules:
         return Unknown(_EVEN, (*rules, Constant()))
     if any(value.shape != first.shape for value in values):
@@ -207,7 +207,7 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
         return Unknown(_differs(values, counts))
     dims = [dim for dim in range(whole.ndim) if _factor([value.shape[dim] for value in values], counts)]
     if len(dims) > 1:
-        return Unknown(_PAIRWISE)
+        return Unknown(_PAIRWISE, mixed=True)
     if not dims:
         if any(part.shape != whole.shape for part in parts):
             return Unknown(_differs(values, counts))
@@ -225,9 +225,10 @@ def _tensor_rule(values: list[torch.Tensor], counts: Sequence[int], again: Any) 
     if close(whole, joined):
         return rule
     if whole.layout is torch.strided and not whole.is_complex() and close(_ordered(whole), _ordered(joined)):
-        return Unknown("its rows do not lie one after the other (the batch must come first when dimensions are merged)")
+        reason = "its rows do not lie one after the other (the batch must come first when dimensions are merged)"
+        return Unknown(reason, mixed=True)
     if isinstance(again, torch.Tensor) and close(whole, again):
-        return Unknown("the values of its rows depend on the other rows of the batch")
+        return Unknown("the values of its rows depend on the other rows of the batch", mixed=True)
     return rule
 
 
