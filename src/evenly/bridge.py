@@ -71,6 +71,8 @@ class _Bridge(torch.autograd.Function):
         outputs = join.take()
         passive = [tensor for tensor, joint in zip(outputs, join.joints, strict=True) if not joint.differentiable]
         ctx.mark_non_differentiable(*passive)
+        if state.call.changed:
+            return outputs + _changed(ctx, state.call, tensors)
         return outputs
 
     @staticmethod
@@ -78,6 +80,7 @@ class _Bridge(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         reverse = cast("Reverse", ctx.reverse)
         keep = _keeps_graph()
+        gradients = _without_changed(reverse.call, gradients)
         if all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(ctx.tensors))
         if torch.is_grad_enabled():  # create_graph=True
@@ -87,6 +90,37 @@ class _Bridge(torch.autograd.Function):
         with reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=keep)
         return (None, None, *found.parameters, *found.inputs)
+
+
+def _changed(ctx: Any, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Arguments that forward changed in place: to autograd they come out of the model."""
+    dirty = {id(call.leaves[position].value) for position in call.changed}
+    changed = tuple(tensor for tensor in tensors if id(tensor) in dirty)
+    ctx.mark_dirty(*changed)
+    # Their history leads here from now on: referring to them would be a cycle.
+    ctx.tensors = tuple(tensor.detach() if id(tensor) in dirty else tensor for tensor in tensors)
+    return changed
+
+
+def _without_changed(call: Call, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients without those of arguments that were changed in place.
+
+    Raises:
+        RuntimeError: There are some, or gradients of gradients are wanted.
+    """
+    if not call.changed:
+        return gradients
+    count = len(call.first_ends)
+    path = call.leaves[min(call.changed)].path
+    if any(gradient is not None for gradient in gradients[count:]):
+        message = (
+            f"{path} was changed in place by forward and used afterwards, which has no gradient: pass a copy of it"
+        )
+        raise RuntimeError(message)
+    if torch.is_grad_enabled():
+        message = f"{path} was changed in place by forward, and has no gradient of second order then: pass a copy of it"
+        raise RuntimeError(message)
+    return gradients[:count]
 
 
 class _GradientBridge(torch.autograd.Function):

@@ -20,7 +20,7 @@ from evenly.sharded import ShardedTensor, plain
 from evenly.team import answer as answers
 from evenly.team.context import capture, random_state, shared_cores, threads_per_replica
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph
+from evenly.team.execution import INNER, LEAF, NO_GRADIENT, Graph, inner
 from evenly.team.protocol import Command, can_travel, encode, receive_tensor, wire_form
 from evenly.team.shipping import Parcel, pack, unpack
 
@@ -67,6 +67,9 @@ class Call:
         self.parameters: list[Tensor] = [model.leaves[position] for position in model.trainable]
         self.trainable = model.trainable
         self.first_ends: Sequence[End] = ()
+        self.given: list[tuple[Tensor | None, TensorLeaf]] = []
+        self.written: set[int] = set()
+        self.changed: set[int] = set()
 
     def shard(self, replica: int) -> Shard:
         """A replica's place in the batch."""
@@ -80,11 +83,12 @@ class Call:
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, joiner: Callable[[Any, Sequence[Answer], int], Join], graph: bool) -> tuple[Join, Reverse | None]:
+    def forward(self, joiner: Callable[..., Join], graph: bool) -> tuple[Join, Reverse | None]:
         """Run all shards and join what they return.
 
         Args:
-            joiner: Joins the driver's output and the others' answers, whose tensors are values from a number on.
+            joiner: Joins the driver's output and the others' answers, whose tensors are values from a number on;
+                it is told what the driver's arguments were.
             graph: Whether to keep graphs for a backward.
 
         Returns:
@@ -95,9 +99,7 @@ class Call:
         with team.nothing_half_done(call, base, NUMBERS_PER_CALL):
             return self._run(joiner, call, base, graph=graph)
 
-    def _run(
-        self, joiner: Callable[[Any, Sequence[Answer], int], Join], call: int, base: int, *, graph: bool
-    ) -> tuple[Join, Reverse | None]:
+    def _run(self, joiner: Callable[..., Join], call: int, base: int, *, graph: bool) -> tuple[Join, Reverse | None]:
         team = self.team
         wanted = [graph and leaf.value.requires_grad for leaf in self.leaves]
         team.phase = "forward"
@@ -125,7 +127,8 @@ class Call:
             self.model.buffers.confirm(replica)
         kept = RemoteGraph(team, call)
         with phase("forward: join"), guesses_named(self.plan):
-            join = joiner(output, remote, base)
+            given, self.given = self.given, []
+            join = joiner(output, remote, base, given)
         if graph:
             flags = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
             self.first_ends = join.joints
@@ -145,7 +148,7 @@ class Call:
             data: dict[int, Tensor] = {}
             for position, leaf in enumerate(self.leaves):
                 handle = resident(self.team, self.plan, leaf)
-                where = position if wanted[position] else -1
+                where = NO_GRADIENT if not wanted[position] else LEAF if leaf.value.is_leaf else INNER
                 if handle is not None:
                     stand_in = _stand_in()
                     what[id(stand_in)] = (False, handle.check(), where, position)
@@ -168,7 +171,7 @@ class Call:
                         tensors.append(data[id(tensor)])
                 else:  # a part of something that travels in another way
                     spec, flat = wire_form(tensor)
-                    described.append((True, spec, -1, -1))
+                    described.append((True, spec, NO_GRADIENT, -1))
                     tensors.append(flat)
             header = (
                 int(Command.CALL), model.number, call, base, plan.rows[replica], self.shard(replica), context, state,
@@ -193,12 +196,19 @@ class Call:
             if tensor is not None:
                 tensor = plain(tensor).detach() if tensor.requires_grad or isinstance(tensor, ShardedTensor) else tensor
                 if wanted[position]:
+                    if not leaf.value.is_leaf and not isinstance(leaf.value, ShardedTensor):
+                        tensor = tensor.data  # autograd counts a change of the user's tensor once more
                     inputs[position] = tensor.requires_grad_()
+                    if not leaf.value.is_leaf:
+                        tensor = inner(tensor)
+            self.given.append((tensor, leaf))
             tensors.append(tensor)
+        versions = [_version(tensor) for tensor, _ in self.given]
         args, kwargs = self.plan.build(0, tensors)
         threads = threads_per_replica(self.team.size)
         with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self.peers(), call, self.shard(0)):
             output = self.model.module(*args, **kwargs)
+        self._note_changes(versions, inputs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
         return output, inputs
@@ -216,10 +226,32 @@ class Call:
             # No outline: one tensor, as most models return.
             answer = answers.read(unpack(outline, tensors) if outline else _ONE_TENSOR, metas)
             for position, tensor in changes:
-                self._follow_change(replica, self.leaves[int(position)], tensor)
+                leaf = self.leaves[int(position)]
+                # Unless it was a copy there, and not here: `contiguous()` copies rows of some layouts only.
+                if leaf.item is not None or position in self.written:
+                    self._follow_change(replica, leaf, tensor)
         except Exception as error:
             return error
         return answer
+
+    def _note_changes(self, versions: list[int], inputs: dict[int, Tensor]) -> None:
+        """Note which of the driver's arguments forward has changed in place."""
+        for position, before in enumerate(versions):
+            tensor, leaf = self.given[position]
+            if tensor is None or _version(tensor) == before != -1:
+                continue
+            self.written.add(position)
+            if position not in inputs or leaf.value.is_leaf:
+                continue
+            # To autograd the user's tensor becomes another one by that.
+            if leaf.value._is_view():
+                message = f"{leaf.path} was changed in place by forward, which cannot be followed: pass a copy of it"
+                raise ValueError(message)
+            if isinstance(leaf.value, ShardedTensor):
+                leaf.value.written()
+            self.changed.add(position)
+            # What is returned of it has the gradient, and the user's tensor has not.
+            self.given[position] = (tensor.detach(), leaf)
 
     def _follow_change(self, replica: int, leaf: TensorLeaf, value: Tensor) -> None:
         """Forward changed an argument in place: what it did to its rows elsewhere happens to the user's tensor."""
@@ -240,7 +272,13 @@ class Call:
             message = f"{leaf.path} was changed in place by forward, which cannot be followed: pass a copy of it"
             raise ValueError(message)
         else:
-            target.detach().copy_(value)
+            # Not a change of its own to autograd: what forward did to the driver's rows has been noted already.
+            target.data.copy_(value)
+
+
+def _version(tensor: Tensor | None) -> int:
+    """How often a tensor has been written to; -1 where that is not counted."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _is_view_of(part: Tensor, whole: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +33,7 @@ from evenly.team.template import Slot, Template
 from evenly.team.values import Handle
 
 if TYPE_CHECKING:
+    from evenly.parts import TensorLeaf
     from evenly.team.team import Team
 
 
@@ -125,6 +126,7 @@ class Joiner:
         found: The rule of each of its leaves.
         own: Tensors that are the user's own, by id, and stay so when they are returned.
         packed: The layout of a packed input, whose order of samples packed outputs keep.
+        given: The driver's own arguments, each with the tensor of the user's that it is, or has rows of.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class Joiner:
         found: Sequence[OutputRule],
         own: Collection[int] = (),
         packed: Layout | None = None,
+        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (),
     ) -> None:
         self.team = team
         self.rows = rows
@@ -143,6 +146,9 @@ class Joiner:
         self.joints: list[Joint] = []
         self._own = own
         self._packed_input = packed
+        self._given = given
+        self._made: dict[int, Any] = {}
+        self._memory: dict[int, tuple[str, Tensor | None]] = {}
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
@@ -164,16 +170,25 @@ class Joiner:
     def _leaf(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Any:
         first = parts[0]
         if isinstance(first, PackedSequence):
-            return self._packed(path, rule, parts, base)
+            return self._once(first, self._packed, path, rule, parts, base)
         if isinstance(first, Tensor) and all(isinstance(part, RemoteTensor) for part in parts[1:]):
-            return self._tensor(path, rule, first, cast("list[RemoteTensor]", parts[1:]), base)
+            return self._once(first, self._tensor, path, rule, parts, base)
         if isinstance(rule, SampleList):
             parts = [self._pieces(part, replica, base) for replica, part in enumerate(parts)]
         return check_and_join_values(path, rule, parts, self.rows)
 
-    def _tensor(
-        self, path: str, rule: OutputRule, local: Tensor, remote: list[RemoteTensor], base: int
-    ) -> Tensor | _Later:
+    def _once(
+        self, first: Any, make: Callable[..., Any], path: str, rule: OutputRule, parts: list[Any], base: int
+    ) -> Any:
+        """What is returned in several places is one object in all of them, also for who writes to it."""
+        known = self._made.get(id(first))
+        if known is None or known[0] != rule:
+            known = self._made[id(first)] = (rule, make(path, rule, parts, base))
+        return known[1]
+
+    def _tensor(self, path: str, rule: OutputRule, parts: list[Any], base: int) -> Tensor | _Later:
+        local = cast("Tensor", parts[0])
+        remote = cast("list[RemoteTensor]", parts[1:])
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
@@ -183,8 +198,15 @@ class Joiner:
             self._check_constant(path, rule, value, handle)
             return local
         if isinstance(rule, Rows):
+            user = self._of_user(local, rule)
+            if user is not None:
+                return user
             rows = tuple(count * rule.factor for count in self.rows)
-            tensor: Tensor = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
+            if self._is_of_user(local):
+                value = value.clone()  # as it is in the other replicas: apart from the user's tensor
+            sharded = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
+            self._note_memory(path, local, sharded)
+            tensor: Tensor = sharded
         elif isinstance(rule, (Mean, Sum)):
             weights = self._shares if isinstance(rule, Mean) else None
             tensor = ShardedTensor.of_parts(Parts(team, value, handle, len(self.rows), "sum", weights))
@@ -200,6 +222,44 @@ class Joiner:
             if not isinstance(rule, Unknown):
                 positions = (positions[0], *[None] * len(remote))
         return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares, path))
+
+    def _of_user(self, local: Tensor, rule: Rows) -> Tensor | None:
+        """The user's own tensor when an argument is returned as it is, or the same view of it as of the rows."""
+        for own, leaf in self._given:
+            value = leaf.value
+            if own is local and leaf.dim == rule.dim and rule.factor == 1:
+                return value
+            if own is None or leaf.dim is None or isinstance(value, ShardedTensor) or local.requires_grad:
+                continue
+            alike = (
+                local.dtype == value.dtype and local.is_conj() == value.is_conj() and local.is_neg() == value.is_neg()
+            )
+            # A single row does not tell how far it is to the next one.
+            step = value.stride(leaf.dim) if local.shape[rule.dim] == 1 == rule.factor else local.stride(rule.dim)
+            if alike and _memory(own) == _memory(local) != 0 and step * rule.factor == value.stride(leaf.dim):
+                shape, stride = list(local.shape), list(local.stride())
+                shape[rule.dim], stride[rule.dim] = sum(self.rows) * rule.factor, step
+                return value.detach().as_strided(shape, stride, local.storage_offset())
+        return None
+
+    def _is_of_user(self, local: Tensor) -> bool:
+        given = [own for own, leaf in self._given if own is not None and not isinstance(leaf.value, ShardedTensor)]
+        return any(_memory(own) == _memory(local) != 0 for own in given)
+
+    def _note_memory(self, path: str, local: Tensor, tensor: ShardedTensor | None) -> None:
+        """Note which outputs share memory with one another, or with an argument: nobody may write to them."""
+        if not self._memory:
+            for own, leaf in self._given:
+                if own is not None:
+                    self._memory[_memory(own)] = (leaf.path, None)
+        place = _memory(local)
+        path_there, there = self._memory.setdefault(place, (path, tensor))
+        if tensor is not None and 0 in tensor.stride() and local.requires_grad:
+            tensor.share("elements of its own, which were expanded")
+        if there is not tensor and place and tensor is not None:
+            tensor.share(path_there)
+            if isinstance(there, ShardedTensor):
+                there.share(path)
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -253,6 +313,7 @@ class Joiner:
                 tensor = values.fetch_from(self.team, replica, handle)
                 position, differentiable = leaf.position, leaf.requires_grad
             elif isinstance(leaf, Tensor):
+                self._note_memory("an item of a list", leaf, None)
                 tensor, position, differentiable = leaf.detach(), self._positions[id(leaf)], leaf.requires_grad
             else:
                 made.append(leaf)
@@ -293,15 +354,20 @@ class Join:
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         """The output around ``tensors``, one per joint."""
-        return self.tree.rebuild([_fill(leaf, tensors) for leaf in self.leaves])
+        packed = {
+            id(leaf): leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
+            for leaf in self.leaves
+            if isinstance(leaf, _PackedLater)
+        }
+        return self.tree.rebuild(
+            [packed[id(leaf)] if id(leaf) in packed else _fill(leaf, tensors) for leaf in self.leaves]
+        )
 
 
 def _fill(leaf: Any, tensors: Sequence[Tensor]) -> Any:
     # Not a closure: one that calls itself is a reference cycle, which would keep the tensors.
     if isinstance(leaf, _Later):
         return tensors[leaf.position]
-    if isinstance(leaf, _PackedLater):
-        return leaf.layout.pack(tensors[leaf.position].index_select(0, leaf.index))
     if isinstance(leaf, (list, tuple)) or hasattr(leaf, "maxlen"):
         inner, tree = flatten(leaf, root="output", objects=True)
         return tree.rebuild([_fill(item, tensors) if isinstance(item, _Later) else item for item in inner])
@@ -313,6 +379,10 @@ def agree(a: Tensor, b: Tensor) -> bool:
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _short(tensor: Tensor) -> str:

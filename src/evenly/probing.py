@@ -26,7 +26,7 @@ from evenly.team.values import peek
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan
-    from evenly.parts import Unit
+    from evenly.parts import TensorLeaf, Unit
     from evenly.replicated import Replicated
 
 _FEW_ROWS = (3, 2)
@@ -70,8 +70,18 @@ class Outputs:
         self._silent: set[Hashable] = set()
         """Calls of which no probe told anything."""
 
-    def join(self, plan: SplitPlan, output: Any, answers: Sequence[Answer], base: int) -> Join:
+    def join(
+        self, plan: SplitPlan, output: Any, answers: Sequence[Answer], base: int,
+        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (),
+    ) -> Join:  # fmt: skip
         """Join the outputs of a call: the driver's ``output`` and the other replicas' ``answers``.
+
+        Args:
+            plan: How the arguments were split.
+            output: The driver's.
+            answers: The other replicas'.
+            base: The number of the first of their tensors.
+            given: The driver's own arguments, each with the tensor of the user's that it is, or has rows of.
 
         Raises:
             ValueError: They cannot be joined; the message names the path.
@@ -92,7 +102,8 @@ class Outputs:
             parts = shape.flatten_up_to(output, "output")
             rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
         packed = next((layout_of(unit.value) for unit in plan.leaves if isinstance(unit, Packed)), None)
-        return Joiner(self.model.team, plan.rows, shape, rules, self.model.leaf_ids, packed).join(output, answers, base)
+        joiner = Joiner(self.model.team, plan.rows, shape, rules, self.model.leaf_ids, packed, given)
+        return joiner.join(output, answers, base)
 
     def _holds(self, found: _Found, output: Any, answers: Sequence[Answer], base: int) -> bool:
         """Whether what is known can still be true: what was the same for all rows so far must be so again."""

@@ -145,14 +145,16 @@ class Family:
     Attributes:
         writes: How often one of them has been written to.
         copies: Some of them are copies where they should be views: a write has to gather all.
+        other: What shares their memory, and would miss a write: it is not known how it is made of them.
     """
 
-    __slots__ = ("_members", "copies", "writes")
+    __slots__ = ("_members", "copies", "other", "writes")
 
     def __init__(self, first: ShardedTensor) -> None:
         self._members: list[weakref.ref[ShardedTensor]] = [weakref.ref(first)]
         self.writes = 0
         self.copies = False
+        self.other: str | None = None
 
     def add(self, member: ShardedTensor) -> None:
         """Take in a new member."""

@@ -93,7 +93,7 @@ def dispatch(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             _templates.clear()
         step = _steps[key] = _prepare(function, args, kwargs, tensors)
     team = _team_of(tensors)
-    if step is not None and team is not None and not (step.plan.in_place and args[0].has_copies):
+    if step is not None and team is not None and not (step.plan.in_place and args[0].must_be_whole):
         return _run(function, step, tensors, team, args, kwargs)
     if team is not None and function.has_kernel_for_dispatch_key(_COMPOSITE):
         return function.decompose(*args, **kwargs)  # in inference mode they are not taken apart before they come here

@@ -69,6 +69,8 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     names = [argument.name for argument in schema.arguments]
+    if schema.is_mutable:
+        _check_writable(function, args, kwargs)
     shape_only = function in SHAPE_ONLY
     with conjugation.respected():
         whole_args = tuple(
@@ -82,6 +84,15 @@ def run_gathered(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for given, settled in used:
         given.follow(settled)
     return _as_given(result, used)
+
+
+def _check_writable(function: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from evenly.sharded.tensor import ShardedTensor
+
+    arguments = function._schema.arguments
+    for argument, value in zip(arguments, [*args, *(kwargs.get(a.name) for a in arguments[len(args) :])], strict=True):
+        if isinstance(value, ShardedTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+            value.check_writable()
 
 
 def _as_given(result: Any, used: list[tuple[ShardedTensor, Tensor]]) -> Any:

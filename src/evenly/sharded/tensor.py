@@ -174,8 +174,8 @@ class ShardedTensor(torch.Tensor):
         of the garbage collector's sight, unless the node is run backwards.
         """
         content = self._content
-        if isinstance(content, (Parts, Pending)) and torch._C._current_graph_task_id() != -1:
-            content = self.plain()  # autograd is about to make it the gradient of a parameter
+        if torch._C._current_graph_task_id() != -1 and (isinstance(content, (Parts, Pending)) or becomes_gradient()):
+            content = self.plain()
         if isinstance(content, Tensor):
             return content.detach()
         other = ShardedTensor(content, self.shape, self.stride(), int(self.storage_offset()))
@@ -190,9 +190,33 @@ class ShardedTensor(torch.Tensor):
         return 0 if self._family is None else self._family.writes
 
     @property
-    def has_copies(self) -> bool:
-        """Whether a write to this tensor would be missed by one that should see it."""
+    def must_be_whole(self) -> bool:
+        """Whether a write to this tensor would be missed by one that should see it, unless all are gathered.
+
+        Raises:
+            RuntimeError: It would be missed in any case.
+        """
+        self.check_writable()
         return self._family is not None and self._family.copies
+
+    def share(self, other: str) -> None:
+        """Note that ``other`` shares memory with this tensor, and would miss what is written to it."""
+        if self._family is None:
+            self._family = Family(self)
+        self._family.other = other
+
+    def check_writable(self) -> None:
+        """Whether all that share memory with this tensor see what is written to it.
+
+        Raises:
+            RuntimeError: They do not.
+        """
+        if self._family is not None and self._family.other is not None:
+            message = (
+                f"an output of the model cannot be changed in place, because it shares its memory with "
+                f"{self._family.other}, which would not change with it: change a copy of it (.clone())"
+            )
+            raise RuntimeError(message)
 
     def written(self) -> None:
         """Note that the rows have been written to, where they are."""
@@ -346,6 +370,13 @@ class _FullTensor(torch.autograd.Function):
 def plain(tensor: Tensor) -> Tensor:
     """A plain tensor with the value of ``tensor``, outside of autograd."""
     return tensor.plain() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def becomes_gradient() -> bool:
+    """Whether autograd is about to make a tensor the gradient of a plain leaf, which is to be plain, too."""
+    node: Any = _C._current_autograd_node()
+    variable = getattr(node, "variable", None)
+    return isinstance(variable, Tensor) and not isinstance(variable, ShardedTensor)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -87,12 +87,15 @@ class SharedMemory:
         self.places, size = lay_out(leaves)
         self._parameters = Block.allocate(size)
         for leaf, place in zip(leaves, self.places, strict=True):
-            shared = self._parameters.tensor(place)
-            shared.copy_(leaf.detach())
-            leaf.data = shared  # the object stays the same, so that optimizers keep working
+            # The first call may be in inference mode; parameters are to be trained afterwards all the same.
+            with torch.inference_mode(leaf.is_inference()):
+                shared = self._parameters.tensor(place)
+                shared.copy_(leaf.detach())
+                leaf.data = shared  # the object stays the same, so that optimizers keep working
         blocks = [Block.allocate(size) for _ in range(1, team.size)]
         self._blocks = blocks
-        self._gradients = [[block.tensor(place) for place in self.places] for block in blocks]
+        with torch.inference_mode(mode=False):
+            self._gradients = [[block.tensor(place) for place in self.places] for block in blocks]
         self._all_dense = b"\1" * len(self.places)
 
     def sizes(self) -> tuple[int, ...]:

@@ -73,6 +73,28 @@ def backward(
     return found[:count], dict(zip(graph.inputs, found[count:], strict=True))
 
 
+NO_GRADIENT, LEAF, INNER = range(3)
+"""What an argument is to autograd: nothing, a leaf, or something with a history."""
+
+
+class _Inner(torch.autograd.Function):
+    """The same values in the same memory, one step away from the leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # noqa: ARG004
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient
+
+
+def inner(leaf: Tensor) -> Tensor:
+    """What stands for an argument that the caller computed: unlike a leaf, forward may change it in place."""
+    with torch.enable_grad():
+        return cast("Any", _Inner).apply(leaf)
+
+
 GRADIENTS_FROM = 1 << 15
 """From this position on the inputs of a graph of gradients are what flowed into the outputs of the first graph."""
 

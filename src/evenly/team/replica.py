@@ -24,7 +24,7 @@ from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
-from evenly.team.execution import Graph, backward, differentiate
+from evenly.team.execution import INNER, LEAF, NO_GRADIENT, Graph, backward, differentiate, inner
 from evenly.team.holding import LeafSpec
 from evenly.team.membership import Membership
 from evenly.team.memory import Block
@@ -220,9 +220,11 @@ class Replica:
         watched: list[tuple[int, Tensor, int]] = []
         for inline, what, wanted, position in arguments:
             tensor = receive_tensor(self.channel, what) if inline else self.values[what].detach()
-            if wanted >= 0:
-                inputs[wanted] = tensor.requires_grad_()
-            elif inline and position >= 0:
+            if wanted != NO_GRADIENT:
+                inputs[position] = tensor.requires_grad_()
+            if wanted == INNER:
+                tensor = inner(tensor)
+            if inline and position >= 0 and wanted != LEAF:
                 watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(state, self.index)

@@ -6,6 +6,7 @@ that the failure has led to would only fail in turn.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,11 @@ class Store:
             return
         values, template = self.values, self._templates[number]
         try:
-            result = template.run([values[each] if isinstance(each, int) else _zero_dim(*each) for each in inputs])
+            operands = [values[each] if isinstance(each, int) else _zero_dim(*each) for each in inputs]
+            # Tensors from inference mode may be written to in that mode only; the driver is in it, or has failed.
+            in_inference = base < 0 and operands[0].is_inference()
+            with torch.inference_mode() if in_inference else contextlib.nullcontext():
+                result = template.run(operands)
         except BaseException as error:
             self._last_run_failed = True
             self.failure = (errors.describe(error), f"{template.function.name()} on a sharded tensor", abs(base))
