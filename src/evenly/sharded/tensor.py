@@ -266,12 +266,10 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from evenly.sharded.dispatch import dispatch
-
         for kind in types:
             if kind is not ShardedTensor:
                 return NotImplemented
-        return dispatch(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     # ------------------------------------------------------------------ what PyTorch does without dispatching
 
@@ -365,6 +363,18 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004 # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient
+
+
+def _first_dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The rules know this module, and so are imported by the first operation; to import costs, each time."""
+    global _dispatch  # noqa: PLW0603 - found once
+    from evenly.sharded.dispatch import dispatch
+
+    _dispatch = dispatch
+    return dispatch(function, args, kwargs)
+
+
+_dispatch = _first_dispatch
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -20,9 +20,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from evenly.team.wire import full_fence
+
 CAPACITY_BYTES = 1 << 16
 """Of one place. Larger tensors are added up in pieces."""
 _WORD_BYTES = 64  # a counter has a cache line of its own
+_SOMEBODY_SLEEPS = 1
+"""Where, behind a counter, those who sleep on it say so."""
 _STEPS = 1 << 16
 """More sums than one forward or backward has."""
 _NAP_SECONDS = 0.1
@@ -135,8 +139,11 @@ class Exchange:
 
     def _post(self, *, ended: bool) -> None:
         # The counter is the number of the step, and one bit that says that no further step follows.
-        self._words[self.index * _WORD_BYTES // 8] = self._step * 2 + ended
-        if _FUTEX is not None:
+        word = self.index * _WORD_BYTES // 8
+        self._words[word] = self._step * 2 + ended
+        full_fence()
+        if _FUTEX is not None and self._words[word + _SOMEBODY_SLEEPS]:  # the call costs more than all the rest
+            self._words[word + _SOMEBODY_SLEEPS] = 0
             _libc.syscall(_FUTEX, ctypes.c_void_p(self._address + self.index * _WORD_BYTES), _FUTEX_WAKE, 1 << 30, None)
 
     def _await(self, replica: int) -> None:
@@ -159,6 +166,8 @@ class Exchange:
         if _FUTEX is None:
             time.sleep(0.0005)
         else:
+            self._words[replica * _WORD_BYTES // 8 + _SOMEBODY_SLEEPS] = 1
+            full_fence()
             # The kernel compares the counter's low half with what was seen before it lets us sleep: no wake-up is lost.
             pointer = ctypes.c_void_p(self._address + replica * _WORD_BYTES)
             low = ctypes.c_uint32(seen & 0xFFFFFFFF)

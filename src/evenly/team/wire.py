@@ -68,7 +68,7 @@ def spin_seconds(processes: int) -> float:
     return SPIN_SECONDS if processes <= len(os.sched_getaffinity(0)) else SPIN_SECONDS / 60
 
 
-def _fence() -> None:
+def full_fence() -> None:
     """A full memory barrier: between "I published" and "do you sleep?" the store must leave the CPU before the load.
 
     Taking a lock is the portable way to one in Python. A new lock, because Ctrl-C could leave a common one locked.
@@ -151,6 +151,13 @@ class Channel:
 
     def _write_bytes(self, data: bytes) -> None:
         ring, done = self._out, 0
+        words, size = ring.words, len(data)
+        written = words[_WRITTEN]
+        start = written % RING_BYTES
+        if size <= min(RING_BYTES - start, RING_BYTES - (written - words[_READ])):  # as nearly always
+            ring.data[start : start + size] = data
+            words[_WRITTEN] = written + size
+            return
         while done < len(data):
             room, start = self._room(ring)
             count = min(room, len(data) - done)
@@ -184,14 +191,21 @@ class Channel:
 
         What nobody took of the frame before is passed over.
         """
-        self.skip()
         ring = self._in
         words = ring.words
+        if words[_READ] < self._frame_end:
+            self.skip()
         start = words[_READ]
         while (written := words[_WRITTEN]) - start < _PREFIX.size:
             self._wait(words, _WRITTEN, written, _READER_SLEEPS)
         header_size, size = _PREFIX.unpack(self._peek(start, _PREFIX.size))
-        self._frame_end = start + _PREFIX.size + header_size + size
+        behind = start + _PREFIX.size + header_size
+        self._frame_end = behind + size
+        place = (start + _PREFIX.size) % RING_BYTES
+        if behind <= words[_WRITTEN] and place + header_size <= RING_BYTES:  # as nearly always
+            header = bytes(ring.data[place : place + header_size])
+            self._consume(ring, _PREFIX.size + header_size)
+            return header
         self._consume(ring, _PREFIX.size)
         return self._read_bytes(header_size)
 
@@ -264,7 +278,7 @@ class Channel:
     # ---------------------------------------------------------------- waiting, see the note
 
     def _wake(self, ring: _Ring, flag: int) -> None:
-        _fence()
+        full_fence()
         if ring.words[flag]:
             try:
                 self.socket.send(_WAKE_UP, _SEND_FLAGS)
@@ -285,7 +299,7 @@ class Channel:
             os.sched_yield()
         while True:
             words[flag] = 1
-            _fence()
+            full_fence()
             try:
                 if words[word] != value:
                     return
