@@ -243,3 +243,25 @@ def test_an_expanded_output_cannot_be_changed_where_its_gradient_is_wanted() -> 
     model = parity.wrap(Returning(lambda h, x: h[:, None].expand(-1, 2, -1)))
     with pytest.raises(RuntimeError, match="expanded"):
         model(batch())[:, 1].mul_(3)
+
+
+def test_a_batch_as_large_as_a_probe_may_be_changed_in_place() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mul_(2)
+
+    parity.assert_same(Doubling, lambda model: model(batch()[:5]))
+
+
+def test_gradients_of_gradients_do_not_flow_through_what_an_input_has_become() -> None:
+    model = parity.wrap(Returning(lambda h, x: h * h))
+    leaf = batch().requires_grad_()
+    x = leaf * 2
+    out = model(x)
+    x.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), leaf, create_graph=True)

@@ -16,7 +16,7 @@ its numerator / whole denominator, times (rows of the batch / its own rows).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -153,8 +153,12 @@ def inside_shard() -> bool:
     return _current.summer is not None
 
 
+PROBE_RUNS = 4
+"""How often a probe runs the module."""
+
+
 def probed(
-    module: nn.Module, calls: Sequence[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
+    module: nn.Module, calls: Iterable[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
 ) -> list[Any]:
     """Outputs of a probe: for all rows, the first part, the second part, and all rows again.
 

@@ -66,8 +66,11 @@ class _Bridge(torch.autograd.Function):
         state.join, state.joiner = join, None
         ctx.call, ctx.inputs = state.call, state.inputs
         ctx.set_materialize_grads(False)
-        # Kept for gradients of gradients, which flow to the same tensors; the call refers to them anyway.
-        ctx.tensors = tensors
+        # Kept for gradients of gradients, which flow to the same tensors; the call refers to them anyway. An input that
+        # has been changed by then has another history, and autograd says so.
+        count = len(tensors) - len(state.inputs)
+        ctx.parameters = tensors[:count]
+        ctx.save_for_backward(*tensors[count:])
         outputs = join.take()
         passive = [tensor for tensor, joint in zip(outputs, join.joints, strict=True) if not joint.differentiable]
         ctx.mark_non_differentiable(*passive)
@@ -82,10 +85,16 @@ class _Bridge(torch.autograd.Function):
         keep = _keeps_graph()
         gradients = _without_changed(reverse.call, gradients)
         if all(gradient is None for gradient in gradients):
-            return (None,) * (2 + len(ctx.tensors))
+            return (None,) * (2 + len(ctx.parameters) + len(ctx.inputs))
         if torch.is_grad_enabled():  # create_graph=True
             bridge = cast("Any", _GradientBridge)
-            return (None, None, *bridge.apply(reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.tensors))
+            return (
+                None,
+                None,
+                *bridge.apply(
+                    reverse, ctx.inputs, keep, len(gradients), *gradients, *ctx.parameters, *ctx.saved_tensors
+                ),
+            )
         gradients = _brought(reverse, gradients)
         with reverse.team.lock:
             found = reverse.run(gradients, ctx.inputs, keep=keep)
@@ -97,8 +106,6 @@ def _changed(ctx: Any, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
     dirty = {id(call.leaves[position].value) for position in call.changed}
     changed = tuple(tensor for tensor in tensors if id(tensor) in dirty)
     ctx.mark_dirty(*changed)
-    # Their history leads here from now on: referring to them would be a cycle.
-    ctx.tensors = tuple(tensor.detach() if id(tensor) in dirty else tensor for tensor in tensors)
     return changed
 
 

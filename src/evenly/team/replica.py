@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from evenly.batchwide import Shard, in_shard, probed
+from evenly.batchwide import PROBE_RUNS, Shard, in_shard, probed
 from evenly.team import errors, protocol
 from evenly.team.answer import RemoteTensor, outline
 from evenly.team.buffers import Buffers
@@ -341,7 +341,9 @@ class Replica:
             tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
         with applied(context, self.context), torch.no_grad(), _unheard(), self._interruptible():
             self.context = context
-            outputs = probed(copy, unpack(payload, tensors, leaves), rows, sync_batchnorm=sync_batchnorm)
+            # Each run has arguments of its own: forward may change them.
+            calls = (unpack(payload, [t.clone() for t in tensors], leaves)[run] for run in range(PROBE_RUNS))
+            outputs = probed(copy, calls, rows, sync_batchnorm=sync_batchnorm)
         answer = pack(outputs, homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)
