@@ -140,7 +140,7 @@ class Call:
         team.tell_released()
         # An autograd function's forward runs without grad mode, whatever the caller's is.
         context = (graph, *capture(team.size)[1:])
-        state = random_state()
+        states = (random_state(), model.generators.states())
         model.buffers.refresh()
         for replica in range(1, self.replicas):
             stand_ins: list[Tensor | None] = []
@@ -174,7 +174,7 @@ class Call:
                     described.append((True, spec, NO_GRADIENT, -1))
                     tensors.append(flat)
             header = (
-                int(Command.CALL), model.number, call, base, plan.rows[replica], self.shard(replica), context, state,
+                int(Command.CALL), model.number, call, base, plan.rows[replica], self.shard(replica), context, states,
                 buffer_specs, parcel.payload, tuple(described),
             )  # fmt: skip
             team.ask(replica, encode(header), tensors)

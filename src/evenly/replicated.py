@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Collectives, Kind
+from evenly.team.generators import Generators
 from evenly.team.memory import Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, can_travel, encode, wire_forms
 from evenly.team.shipping import LeafRegistry, pack
@@ -45,6 +46,7 @@ class Replicated:
         trainable: Positions of those that require grad now.
         collectives: How parameters get to the replicas and gradients back.
         buffers: Its buffers, which are sent when they changed.
+        generators: Its own random number generators, which the replicas' copies are seeded from.
         sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
         shipment: What replicas hold of it; whoever has a graph of it to run backwards keeps it there.
         version: Counts the times it was shipped, or changed in more than numbers; whatever was learnt about an
@@ -65,6 +67,7 @@ class Replicated:
         self.kind: Kind | None = kind
         self.collectives: Collectives | None = None
         self.buffers = Buffers(module)
+        self.generators = Generators(module)
         self.shipment: Shipment | None = None
         self._generation = -1
         self._watch: Watch | None = None
@@ -121,6 +124,7 @@ class Replicated:
         self.collectives = collectives
         self.trainable = [position for position, leaf in enumerate(leaves) if leaf.requires_grad]
         self.buffers = Buffers(self.module)
+        self.generators = Generators(self.module)
         self._watch = Watch(self.module, leaves)
         self._generation = team.generation
         self.shipment = Shipment(team, number)
@@ -150,6 +154,7 @@ class Replicated:
         ):
             self.version += 1  # an option, perhaps
         watch.rebase()
+        self.generators = Generators(self.module)
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
+from evenly.team.generators import Generators
 from evenly.team.holding import Holding
 
 
@@ -21,12 +22,14 @@ class Model:
         kind: The transport of its parameters.
         holding: Its parameters, and where their gradients go.
         buffers: Its buffers, whose values come from the driver.
+        generators: Its random number generators, which are seeded from the driver's.
     """
 
     module: torch.nn.Module
     kind: Kind
     holding: Holding
     buffers: Buffers
+    generators: Generators
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -25,6 +25,7 @@ from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import INNER, LEAF, NO_GRADIENT, Graph, backward, differentiate, inner
+from evenly.team.generators import Generators, States, seed_arguments
 from evenly.team.holding import LeafSpec
 from evenly.team.membership import Membership
 from evenly.team.memory import Block
@@ -165,7 +166,7 @@ class Replica:
         blocks = [Block(*pair) for pair in zip(descriptors, sizes, strict=True)]
         holding = TRANSPORTS[kind].replica(leaves, blocks)
         module = cast("torch.nn.Module", unpack(payload, tensors, holding.leaves))
-        self.models[number] = Model(module, kind, holding, Buffers(module))
+        self.models[number] = Model(module, kind, holding, Buffers(module), Generators(module))
         self._reply()
 
     def broadcast(self, number: int, positions: tuple[int, ...]) -> None:
@@ -184,6 +185,7 @@ class Replica:
         model = self.models[number]
         modules = list(model.module.modules())
         unpack(changes, tensors, model.leaves, modules).apply(modules, model.leaves)
+        model.generators = Generators(model.module)
         self._reply()
 
     def take_exchange(self, token: int, replicas: int) -> None:
@@ -206,7 +208,7 @@ class Replica:
         rows: int,
         shard: Shard,
         context: Context,
-        state: RandomState,
+        states: tuple[RandomState, States],
         buffers: tuple[Any, ...],
         payload: bytes,
         arguments: tuple[Any, ...],
@@ -227,10 +229,12 @@ class Replica:
             if inline and position >= 0 and wanted != LEAF:
                 watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
-        seed(state, self.index)
+        seed(states[0], self.index)
+        model.generators.seed(states[1], self.index)
         with applied(context, self.context), self._interruptible():
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
+            seed_arguments((*args, *kwargs.values()), self.index)
             with in_shard(self._peers(), call, shard):
                 outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
