@@ -46,16 +46,11 @@ def _resolve(device: Device, path: str) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):  # pyright: ignore[reportUnnecessaryIsInstance] - users do not ask pyright
         message = f"{path} is {device!r}: a device is an index (0), a name ('cuda:0', 'cpu') or a torch.device"
         raise ValueError(message)  # noqa: TRY004 - as for the other kinds of wrong device_ids
-    available = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = torch.accelerator.device_count() if accelerator else 0
     if isinstance(device, int):
-        accelerator = torch.accelerator.current_accelerator() if available else None
         if accelerator is None or not 0 <= device < available:
-            message = (
-                f"{path} is {device}, but there {'is' if available == 1 else 'are'} "
-                f"{available or 'no'} accelerator{'' if available == 1 else 's'}; "
-                "for replicas on the CPU say ['cpu'] * n"
-            )
-            raise ValueError(message)
+            raise ValueError(_missing(device, path, accelerator, available))
         return torch.device(accelerator.type, device)
     try:
         resolved = torch.device(device)
@@ -64,7 +59,16 @@ def _resolve(device: Device, path: str) -> torch.device:
         raise ValueError(message) from None
     if resolved.type == "cpu":
         return torch.device("cpu")
-    if (resolved.index or 0) >= available:
-        message = f"{path} is {device!r}, but this machine has {available or 'no'} such devices"
-        raise ValueError(message)
+    if accelerator is None or resolved.type != accelerator.type or (resolved.index or 0) >= available:
+        raise ValueError(_missing(device, path, accelerator, available))
     return resolved
+
+
+def _missing(device: Device, path: str, accelerator: torch.device | None, available: int) -> str:
+    if accelerator is None:
+        found = "this machine has no accelerator"
+    elif available == 1:
+        found = f"this machine has 1 accelerator, {accelerator.type}:0"
+    else:
+        found = f"this machine has {available} accelerators, {accelerator.type}:0 to {accelerator.type}:{available - 1}"
+    return f"{path} is {device!r}, but {found}; for replicas on the CPU say device_ids=['cpu'] * n"

@@ -172,11 +172,12 @@ def _check_leaves(module: nn.Module, leaves: Sequence[Tensor]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for leaf in leaves:
         name = names.get(id(leaf), "a tensor that the model refers to")
+        if leaf.device.type != "cpu":
+            how = ".to_empty(device='cpu') and give it values" if leaf.is_meta else ".cpu()"
+            message = f"{name} is on {leaf.device}, but the replicas are on the CPU: move the model with {how}"
+            raise ValueError(message)
         if not can_travel(leaf):
             message = f"{name} has layout {leaf.layout} and dtype {leaf.dtype}, which replicas cannot share"
-            raise ValueError(message)
-        if leaf.device.type != "cpu":
-            message = f"{name} is on {leaf.device}, but the replicas are on the CPU: move the model with .cpu()"
             raise ValueError(message)
 
 

@@ -87,8 +87,9 @@ that it is expanded to where some of its strides are 0."""
 
 
 def can_travel(tensor: Tensor) -> bool:
-    """Whether the bytes of ``tensor`` describe it: a plain strided tensor of a known dtype."""
-    return tensor.layout is torch.strided and tensor.dtype in DTYPE_NUMBER and not tensor.is_nested
+    """Whether the bytes of ``tensor`` describe it: a plain strided tensor of a known dtype, which has values."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return plain and tensor.dtype in DTYPE_NUMBER
 
 
 def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
