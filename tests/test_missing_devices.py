@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from evenly import DataParallel
 from parity import compare, wrap
@@ -65,5 +66,14 @@ def test_arguments_without_values_are_refused_as_the_bare_module_refuses_them(co
     model = wrap(nn.Linear(3, 2))
     x = torch.ones(count, 3, device="meta")
     with pytest.raises((RuntimeError, ValueError), match="meta"):
+        model(x)
+    compare(model(torch.ones(5, 3)), model.module(torch.ones(5, 3)))
+
+
+def test_the_compilers_tensors_without_values_are_refused():
+    model = wrap(nn.Linear(3, 2))
+    with FakeTensorMode():
+        x = torch.ones(5, 3)
+    with pytest.raises((RuntimeError, TypeError, ValueError, AssertionError), match=r"(?i)fake"):
         model(x)
     compare(model(torch.ones(5, 3)), model.module(torch.ones(5, 3)))

@@ -7,6 +7,7 @@ this use because both ends are the same interpreter. Whatever else must travel i
 from __future__ import annotations
 
 import marshal
+import sys
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -89,7 +90,13 @@ that it is expanded to where some of its strides are 0."""
 def can_travel(tensor: Tensor) -> bool:
     """Whether the bytes of ``tensor`` describe it: a plain strided tensor of a known dtype, which has values."""
     plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
-    return plain and tensor.dtype in DTYPE_NUMBER
+    return plain and tensor.dtype in DTYPE_NUMBER and (type(tensor) is Tensor or not _is_fake(tensor))
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    """Whether it is one of the compiler's tensors, which claim to be on a device and have no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
