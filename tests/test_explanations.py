@@ -55,6 +55,29 @@ def test_an_error_says_which_replica_computed_which_rows_the_drivers_own_too(rep
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
+def test_an_error_in_backward_says_so_too(replicas):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, bad):
+            ctx.fails = bool((x[:, 0] == bad).any())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.fails:
+                raise KeyError("row")
+            return gradient, None
+
+    model = wrap(Calls(lambda layer, x, bad: Fails.apply(layer(x) * 0 + x[:, :2], bad)), replicas)
+    x = torch.arange(5.0)[:, None].expand(5, 3)
+    for replica, row in ((0, 0), (replicas - 1, 4)):
+        output = model(x, float(row))
+        with pytest.raises(KeyError) as caught:
+            output.sum().backward()
+        assert f"raised by replica {replica} (cpu), which computed {WHERE[replicas][replica]}" in told(caught.value)
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
 def test_a_square_mask_that_was_cut_by_coincidence_is_named_when_forward_fails(replicas):
     def function(layer, x, mask):
         return layer(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evenly.batchwide import Shard, in_shard
 from evenly.ends import resident
-from evenly.explain import guesses_named, name_rows
+from evenly.explain import guesses_named, name_shard
 from evenly.phases import phase
 from evenly.reverse import NUMBERS_PER_CALL, RemoteGraph, Reverse, unless_failed
 from evenly.sharded import ShardedTensor, plain
@@ -115,7 +115,7 @@ class Call:
                 output, inputs = self._run_own(call, wanted, graph)
         except Exception as error:
             self.peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
-            name_rows(error, self.plan, 0, team.devices[0])
+            name_shard(error, self.plan, 0, team.devices[0])
             own = error
         with phase("forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
@@ -216,7 +216,7 @@ class Call:
     def _answer(self, replica: int) -> Answer | BaseException:
         found = self.team.answer(replica)
         if isinstance(found, BaseException):
-            name_rows(found, self.plan, replica, self.team.devices[replica])
+            name_shard(found, self.plan, replica, self.team.devices[replica])
             return found
         outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
         channel = self.team.channel(replica)

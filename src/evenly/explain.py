@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 _MOST_NAMED = 6
 
 
-def name_rows(error: BaseException, plan: SplitPlan, replica: int, device: torch.device) -> None:
+def name_shard(error: BaseException, plan: SplitPlan, replica: int, device: torch.device) -> None:
     """Note on a forward's error where it was raised, on which rows, and which arguments were cut on a guess."""
+    name_rows(error, plan, replica, device)
+    _name_guesses(error, plan, [replica])
+
+
+def name_rows(error: BaseException, plan: SplitPlan, replica: int, device: torch.device) -> None:
+    """Note on an error where it was raised, and on which rows."""
     start = sum(plan.rows[:replica])
     last = start + plan.rows[replica] - 1
     rows = f"row {start}" if start == last else f"rows {start} to {last}"
     _add_note(error, f"raised by replica {replica} ({device}), which computed {rows} of the batch's {plan.size}")
-    _name_guesses(error, plan, [replica])
 
 
 @contextmanager

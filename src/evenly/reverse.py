@@ -16,6 +16,7 @@ from torch import Tensor
 
 from evenly.batchwide import in_shard
 from evenly.ends import End, OfInput, OfParameter, resident
+from evenly.explain import name_rows
 from evenly.phases import phase
 from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
@@ -129,6 +130,7 @@ class Reverse:
                 call.work.seconds += time.perf_counter() - started
         except Exception as error:
             call.peers().refuse(base)
+            name_rows(error, call.plan, 0, team.devices[0])
             failure = error
         with phase("backward: wait for replicas"):
             replies = [self._reply(replica) for replica in range(1, call.replicas)]
@@ -174,6 +176,7 @@ class Reverse:
     def _reply(self, replica: int) -> _Reply | BaseException:
         found = self.team.answer(replica)
         if isinstance(found, BaseException):
+            name_rows(found, self.call.plan, replica, self.team.devices[replica])
             return found
         present, metas, payload, specs = found
         tensors = [receive_tensor(self.team.channel(replica), spec) for spec in specs]
