@@ -125,7 +125,6 @@ torch.view_as_complex({a})
 {a}.view(torch.int32)
 {a}.data
 {a}.unflatten({d}, (-1, 2))
-{a}.as_strided((2,), (1,))
 {a}.tril()
 """.strip().splitlines()
 
@@ -223,7 +222,6 @@ IN_PLACE = """
 {a}.scatter_({d}, {a}.argmax({d}, keepdim=True), 9)
 {a}.detach().add_(1)
 {a}.requires_grad_()
-{a}.detach_()
 torch.add({a}, {a}, out={b})
 {a}.set_({b})
 {a}.squeeze(0).mul_(2)

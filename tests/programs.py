@@ -231,8 +231,8 @@ class Writer:
 
     def write_model(self, extras: list[str]) -> None:
         """The class of the model: some steps that treat rows alike, and an output with a structure."""
-        # Without grad a view of a leaf that was changed says that it has one, whatever PyTorch means by that.
-        choice = ROW_WISE[:-1] if self.mode == "no_grad()" else ROW_WISE
+        # Without grad a view of a leaf that was changed says that it has one; inference mode counts no changes.
+        choice = ROW_WISE[:-1] if self.mode else ROW_WISE
         steps = [self.pick(choice) for _ in range(self.number(1, 4))]
         made = self.output(2, extras)
         body = "\n".join(f"        {step}" for step in ["h = x", *steps, f"return {made}"])

@@ -239,10 +239,11 @@ def test_an_argument_that_forward_copies_by_its_layout_is_not_changed() -> None:
     parity.assert_same(Model, loop, replicas=(2, 3))
 
 
-def test_an_expanded_output_cannot_be_changed_where_its_gradient_is_wanted() -> None:
+def test_an_expanded_output_cannot_be_changed() -> None:
     model = parity.wrap(Returning(lambda h, x: h[:, None].expand(-1, 2, -1)))
-    with pytest.raises(RuntimeError, match="expanded"):
-        model(batch())[:, 1].mul_(3)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="expanded"):
+            model(batch())[:, 1].mul_(3)
 
 
 def test_a_batch_as_large_as_a_probe_may_be_changed_in_place() -> None:
@@ -265,3 +266,24 @@ def test_gradients_of_gradients_do_not_flow_through_what_an_input_has_become() -
     x.mul_(3)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), leaf, create_graph=True)
+
+
+def test_a_number_that_is_written_to_through_another_name_changes() -> None:
+    def loop(model: nn.Module) -> Any:
+        loss, total = model(batch())
+        loss.detach().add_(1)
+        other = total.sum().detach()
+        again = other.detach()
+        again.mul_(2)
+        return loss, other, again, total.sum()
+
+    parity.assert_same(lambda: Returning(lambda h, x: (h.mean(), h)), loop)
+
+
+def test_gradients_that_are_yet_to_be_conjugated_add_up() -> None:
+    def loop(model: nn.Module) -> Any:
+        out = torch.view_as_real(model(batch().to(torch.complex128)))
+        first = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
+        sum(gradient.abs().square().sum() for gradient in first).backward()
+
+    parity.assert_same(lambda: nn.Linear(3, 3, dtype=torch.complex128), loop)

@@ -239,7 +239,8 @@ class Joiner:
             if alike and _memory(own) == _memory(local) != 0 and step * rule.factor == value.stride(leaf.dim):
                 shape, stride = list(local.shape), list(local.stride())
                 shape[rule.dim], stride[rule.dim] = sum(self.rows) * rule.factor, step
-                return value.detach().as_strided(shape, stride, local.storage_offset())
+                base = value.detach() if own.requires_grad else value
+                return base.as_strided(shape, stride, local.storage_offset())
         return None
 
     def _is_of_user(self, local: Tensor) -> bool:
@@ -254,7 +255,7 @@ class Joiner:
                     self._memory[_memory(own)] = (leaf.path, None)
         place = _memory(local)
         path_there, there = self._memory.setdefault(place, (path, tensor))
-        if tensor is not None and 0 in tensor.stride() and local.requires_grad:
+        if tensor is not None and any(s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
             tensor.share("elements of its own, which were expanded")
         if there is not tensor and place and tensor is not None:
             tensor.share(path_there)

@@ -57,3 +57,18 @@ def stand_in(tensor: Tensor) -> Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device="meta")
     storage = torch.UntypedStorage(extent(tensor) * tensor.element_size(), device="meta")
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def set_geometry(tensor: Tensor, like: Tensor) -> None:
+    """Change shape, strides and offset of a tensor that has no memory of its own."""
+    before = torch._C._meta_in_tls_dispatch_include()
+    with torch._C._DisableTorchDispatch():
+        # Only the meta kernels know tensors without memory; they are not chosen by themselves for a CPU tensor.
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            storage = torch.Tensor.untyped_storage(tensor)
+            torch.ops.aten.set_.source_Storage_storage_offset(
+                tensor, storage, like.storage_offset(), like.shape, like.stride()
+            )
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenly.sharded.content import Again, Family, Parts, Pending, Shards, Window
-from evenly.sharded.geometry import whole_geometry, writable
+from evenly.sharded.geometry import set_geometry, whole_geometry, writable
 from evenly.team.values import Handle
 
 if TYPE_CHECKING:
@@ -104,9 +104,11 @@ class ShardedTensor(torch.Tensor):
         """The value as a plain tensor here, outside of autograd. Rows stay where they are; a sum is added up once."""
         content = self._content
         if isinstance(content, (Parts, Pending)):
-            value = content.value()
             # Other numbers may be waiting for the value as it is now, and this one may be written to.
-            self._content = content = value.clone() if value.dim() == 0 else value
+            value = content.value().clone()
+            if self._family is not None:
+                return value  # what shares memory has to become plain together
+            self._content = content = value
         elif isinstance(content, Window):
             content = self._refreshed(content)
         elif isinstance(content, Shards):
@@ -236,7 +238,7 @@ class ShardedTensor(torch.Tensor):
             settled.shape, settled.stride(), settled.storage_offset(),
         ):  # fmt: skip
             return
-        _set_geometry(self, settled)
+        set_geometry(self, settled)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -391,18 +393,3 @@ def becomes_gradient() -> bool:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _set_geometry(tensor: ShardedTensor, like: Tensor) -> None:
-    """Change shape, strides and offset of a tensor that has no memory of its own."""
-    before = torch._C._meta_in_tls_dispatch_include()
-    with torch._C._DisableTorchDispatch():
-        # Only the meta kernels know tensors without memory; they are not chosen by themselves for a CPU tensor.
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        try:
-            storage = torch.Tensor.untyped_storage(tensor)
-            torch.ops.aten.set_.source_Storage_storage_offset(
-                tensor, storage, like.storage_offset(), like.shape, like.stride()
-            )
-        finally:
-            torch._C._set_meta_in_tls_dispatch_include(before)

@@ -125,8 +125,8 @@ def differentiate(
             found = [next(grads) if target.requires_grad else None for target in targets]
     flows = {GRADIENTS_FROM + position: gradient for position, gradient in flowing.items()}
     second = Graph(found, {**graph.inputs, **flows}, shared=True)
-    # Apart from the graph: they are added to in place.
-    values = [None if gradient is None else gradient.detach().clone() for gradient in found]
+    # Apart from the graph, and no longer to be conjugated: they are added to in place, as they lie in memory.
+    values = [None if gradient is None else gradient.detach().resolve_conj().clone() for gradient in found]
     count = len(leaves)
     return values[:count], dict(zip(graph.inputs, values[count:], strict=True)), second
 
