@@ -368,3 +368,24 @@ def test_more_dimensions_than_rows_may_grow_later():
         return [model(rows(count)) for count in (4, 5, 3, 8, 2, 1)]
 
     assert_same(lambda: Net(lambda h: (h, h.t(), [str(i) for i in range(len(h))][:0], h.mean())), loop)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_parameter_is_itself_where_no_probe_tells_that_it_has_no_rows(replicas):
+    class Owning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+
+        def forward(self, x):
+            if len(x) not in (4, 4 * replicas):
+                raise ValueError("made for these sizes")
+            return x @ self.weight.T, self.weight
+
+    def loop(model):
+        out, weight = model(torch.arange(8.0 * replicas).view(-1, 2))
+        assert weight is getattr(model, "module", model).weight
+        (out.square().mean() + weight.sum()).backward()
+        return out
+
+    assert_same(Owning, loop, replicas=[replicas], out_dims=(0, ...))

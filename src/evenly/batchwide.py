@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from evenly.divisors import DIVIDES, Divisors, note
 from evenly.means import LOSSES
 from evenly.team.exchange import ExchangeError
 
@@ -127,7 +128,8 @@ class in_shard:  # noqa: N801 - used like a function
         self._mode = WholeBatch(share, sync_batchnorm=sync_batchnorm)
         self._before: Summer | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Divisors:
+        """Returns what will have been divided by."""
         self._before = _current.summer
         try:
             self._exchange.begin(self._number, self._taking_part)
@@ -136,6 +138,7 @@ class in_shard:  # noqa: N801 - used like a function
         except BaseException:  # Ctrl-C, too
             self._leave()
             raise
+        return self._mode.divisors
 
     def __exit__(self, *failure: object) -> None:
         try:
@@ -159,8 +162,8 @@ PROBE_RUNS = 4
 
 def probed(
     module: nn.Module, calls: Iterable[tuple[Any, Any]], rows: tuple[int, int], *, sync_batchnorm: bool
-) -> list[Any]:
-    """Outputs of a probe: for all rows, the first part, the second part, and all rows again.
+) -> tuple[list[Any], list[Divisors]]:
+    """Outputs of a probe: for all rows, the first part, the second part, and all rows again; and their divisors.
 
     In the parts, sums over the whole batch are those that the run over all rows found in the same order, so that the
     parts return what replicas would.
@@ -170,13 +173,15 @@ def probed(
     again = _Record()
     summers = (record, _Replay(record.sums), _Replay(record.sums), again)
     outputs: list[Any] = []
+    divisors: list[Divisors] = []
     for (args, kwargs), summer, count in zip(calls, summers, (total, *rows, total), strict=True):
-        with _summing(summer), WholeBatch(count / total, sync_batchnorm=sync_batchnorm):
+        with _summing(summer), WholeBatch(count / total, sync_batchnorm=sync_batchnorm) as mode:
             outputs.append(module(*args, **kwargs))
+        divisors.append(mode.divisors)
     whole, part_a, part_b, _ = (summer.count for summer in summers)
     if part_a and part_b and part_a + part_b == whole:
         raise SumsPerRowError(whole, total)
-    return outputs
+    return outputs, divisors
 
 
 class SumsPerRowError(ValueError):
@@ -230,11 +235,15 @@ class WholeBatch(TorchFunctionMode):
     Args:
         share: This replica's rows as a fraction of the batch's.
         sync_batchnorm: Whether batch normalisation uses the statistics of the whole batch.
+
+    Attributes:
+        divisors: By what it has seen functions divide; see :mod:`evenly.divisors`.
     """
 
     def __init__(self, share: float, *, sync_batchnorm: bool = False) -> None:
         super().__init__()
         self.share = share
+        self.divisors: Divisors = {}
         self.sync_batchnorm = sync_batchnorm
 
     def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -246,6 +255,12 @@ class WholeBatch(TorchFunctionMode):
     ) -> Any:
         """Pass on all calls but those that the class is about."""
         del types
+        if func not in _WATCHED:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in DIVIDES and not torch.compiler.is_compiling():
+            divisor = DIVIDES[func](*args, **(kwargs or {}))
+            if divisor is not None:
+                note(self.divisors, divisor)
         loss = LOSSES.get(func)
         if loss is not None:
             return loss(self.mean, *args, **(kwargs or {}))
@@ -256,6 +271,9 @@ class WholeBatch(TorchFunctionMode):
     def mean(self, numerator: Tensor, denominator: Tensor) -> Tensor:
         """A sum divided by a count, over the whole batch; see [Note: scaled means]."""
         return numerator / whole_batch(denominator).to(numerator.dtype) / self.share
+
+
+_WATCHED = frozenset({*LOSSES, *DIVIDES, F.batch_norm})
 
 
 def _batch_norm(

@@ -26,6 +26,7 @@ from evenly.team.shipping import Parcel, pack, unpack
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan, TensorLeaf
+    from evenly.divisors import Divisors
     from evenly.ends import End
     from evenly.joining import Join
     from evenly.replicated import Replicated
@@ -67,6 +68,7 @@ class Call:
         self.parameters: list[Tensor] = [model.leaves[position] for position in model.trainable]
         self.trainable = model.trainable
         self.first_ends: Sequence[End] = ()
+        self.divisors: list[Divisors] = []
         self.given: list[tuple[Tensor | None, TensorLeaf]] = []
         self.written: set[int] = set()
         self.changed: set[int] = set()
@@ -88,7 +90,7 @@ class Call:
 
         Args:
             joiner: Joins the driver's output and the others' answers, whose tensors are values from a number on;
-                it is told what the driver's arguments were.
+                it is told what the driver's arguments were, and by what each forward divided.
             graph: Whether to keep graphs for a backward.
 
         Returns:
@@ -128,7 +130,7 @@ class Call:
         kept = RemoteGraph(team, call)
         with phase("forward: join"), guesses_named(self.plan):
             given, self.given = self.given, []
-            join = joiner(output, remote, base, given)
+            join = joiner(output, remote, base, given, self.divisors)
         if graph:
             flags = [[tensor.requires_grad for tensor in answer.tensors] for answer in remote]
             self.first_ends = join.joints
@@ -206,8 +208,10 @@ class Call:
         versions = [_version(tensor) for tensor, _ in self.given]
         args, kwargs = self.plan.build(0, tensors)
         threads = threads_per_replica(self.team.size)
-        with shared_cores(threads), torch.set_grad_enabled(graph), in_shard(self.peers(), call, self.shard(0)):
+        shard = in_shard(self.peers(), call, self.shard(0))
+        with shared_cores(threads), torch.set_grad_enabled(graph), shard as divisors:
             output = self.model.module(*args, **kwargs)
+        self.divisors.append(divisors)
         self._note_changes(versions, inputs)
         self.work.rows += self.plan.rows[0]
         self.work.seconds += time.perf_counter() - started
@@ -218,7 +222,8 @@ class Call:
         if isinstance(found, BaseException):
             name_shard(found, self.plan, replica, self.team.devices[replica])
             return found
-        outline, metas, specs, changed = cast("tuple[bytes, Any, Any, Any]", found)
+        outline, metas, specs, changed, divisors = cast("tuple[bytes, Any, Any, Any, Divisors]", found)
+        self.divisors.append(divisors)
         channel = self.team.channel(replica)
         tensors = [receive_tensor(channel, spec) for spec in specs]
         changes = [(position, receive_tensor(channel, spec)) for position, spec in changed]

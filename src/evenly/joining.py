@@ -190,11 +190,13 @@ class Joiner:
         local = cast("Tensor", parts[0])
         remote = cast("list[RemoteTensor]", parts[1:])
         metas = [(local.shape, local.dtype), *((part.shape, part.dtype) for part in remote)]
+        own = id(local) in self._own
+        rule = Constant() if own else rule  # whatever its shape looks like
         check_tensor_metas(path, rule, metas, self.rows)
         positions = (self._positions[id(local)], *(part.position for part in remote))
         handle = self._handle(base, [part.position for part in remote])
         value, team = local.detach(), self.team
-        if id(local) in self._own:
+        if own:
             self._check_constant(path, rule, value, handle)
             return local
         if isinstance(rule, Rows):

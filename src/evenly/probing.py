@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from evenly.batchwide import SumsPerRowError
+from evenly.divisors import Divisors, Suspect, suspects
 from evenly.joining import Join, Joiner, agree
 from evenly.outputs import Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Sum, Unknown, override_rules
 from evenly.packed import layout_of
@@ -69,10 +71,12 @@ class Outputs:
         self._known: dict[Hashable, _Found] = {}
         self._silent: set[Hashable] = set()
         """Calls of which no probe told anything."""
+        self._cleared: set[Hashable] = set()
+        """Lines that divide by what does not follow the rows, and that no output of such a call comes from."""
 
     def join(
         self, plan: SplitPlan, output: Any, answers: Sequence[Answer], base: int,
-        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (),
+        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (), divisors: Sequence[Divisors] = (),
     ) -> Join:  # fmt: skip
         """Join the outputs of a call: the driver's ``output`` and the other replicas' ``answers``.
 
@@ -82,6 +86,7 @@ class Outputs:
             answers: The other replicas'.
             base: The number of the first of their tensors.
             given: The driver's own arguments, each with the tensor of the user's that it is, or has rows of.
+            divisors: By what the replicas' forwards divided.
 
         Raises:
             ValueError: They cannot be joined; the message names the path.
@@ -98,9 +103,18 @@ class Outputs:
         if found is not None and not self._holds(found, output, answers, base):
             found = None
         rules, shape = found or self._find(key, plan, output, answers)
+        told = rules
         if self.out_dims is not ... or self.scalar_outputs is not None:
             parts = shape.flatten_up_to(output, "output")
             rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
+        doubts = [doubt for doubt in suspects(divisors, plan.rows) if (key, doubt.line) not in self._cleared]
+        # Who said what a number is need not be asked again.
+        guessed = [place for place, rule in enumerate(rules) if isinstance(rule, (Mean, Sum)) and rule is told[place]]
+        for doubt in doubts if guessed else ():
+            refuted = self._refuted(plan, doubt, rules, guessed)
+            if refuted is not None:
+                raise ValueError(doubt.complaint(list(shape.paths("output"))[refuted], plan.rows))
+            self._cleared.add((key, doubt.line))
         packed = next((layout_of(unit.value) for unit in plan.leaves if isinstance(unit, Packed)), None)
         joiner = Joiner(self.model.team, plan.rows, shape, rules, self.model.leaf_ids, packed, given)
         return joiner.join(output, answers, base)
@@ -134,6 +148,7 @@ class Outputs:
         if len(self._known) + len(self._silent) > _MOST_KNOWN:
             self._known.clear()
             self._silent.clear()
+            self._cleared.clear()
         outputs = [output, *(_as_meta(answer.output) for answer in answers)]
         second: _Found | None = None
         for found, whole, proven in self._probes(plan) if key not in self._silent else ():
@@ -171,7 +186,7 @@ class Outputs:
                 if refuted and way.training != mode:
                     continue
                 try:
-                    whole, part_a, part_b, again = self._run(plan, rows, way)
+                    whole, part_a, part_b, again, _ = self._run(plan, _repeated(plan, sum(rows)), rows, way)
                     found = infer_rules(whole, part_a, part_b, rows, again=again)
                 except (ReplicaDied, SumsPerRowError):
                     raise
@@ -189,7 +204,8 @@ class Outputs:
         """
         for way in self._ways():
             try:
-                whole, part_a, part_b, again = self._run(plan, _FEW_ROWS, way, finite=True)
+                chosen = _repeated(plan, sum(_FEW_ROWS))
+                whole, part_a, part_b, again, _ = self._run(plan, chosen, _FEW_ROWS, way, finite=True)
                 rules, tree = infer_rules(whole, part_a, part_b, _FEW_ROWS, again=again)
             except ReplicaDied:
                 raise
@@ -201,6 +217,35 @@ class Outputs:
                     new if is_unclear else old for old, new, is_unclear in zip(found[0], rules, unclear, strict=True)
                 ], tree
         return found
+
+    def _refuted(self, plan: SplitPlan, doubt: Suspect, rules: Sequence[OutputRule], places: list[int]) -> int | None:
+        """Which of the outputs at ``places`` is not what its rule says, on rows that divide by what is in doubt.
+
+        Returns:
+            None if all are what the rules say. An output of which this cannot be seen is refuted, too.
+        """
+        starts = list(accumulate(plan.rows, initial=0))
+        first, second = (list(range(starts[replica], starts[replica + 1])) for replica in doubt.replicas)
+        if len(first) == len(second):
+            first *= 2  # a probe needs parts of different sizes
+        counts = (len(first), len(second))
+        refuted = places[0]
+        for way in self._ways():
+            try:
+                whole, part_a, part_b, again, divisors = self._run(plan, first + second, counts, way)
+                found, _ = infer_rules(whole, part_a, part_b, counts, again=again)
+            except (ReplicaDied, SumsPerRowError):
+                raise
+            except Exception:  # noqa: S112 - it may not like these rows
+                continue
+            broken = [place for place in places if len(found) != len(rules) or not _still(rules[place], found[place])]
+            if broken:
+                refuted = broken[0]
+                if way.training == self.model.module.training and _same(whole, again):
+                    return refuted
+            elif any(suspect.line == doubt.line for suspect in suspects(divisors[1:3], counts)):
+                return None
+        return refuted
 
     def _ways(self) -> list[_Way]:
         """How to probe, the likeliest to tell first.
@@ -220,10 +265,12 @@ class Outputs:
             ways += [way._replace(autocast=True) for way in own]
         return ways
 
-    def _run(self, plan: SplitPlan, counts: tuple[int, int], way: _Way, *, finite: bool = False) -> list[Any]:
+    def _run(
+        self, plan: SplitPlan, rows: list[int], counts: tuple[int, int], way: _Way, *, finite: bool = False
+    ) -> list[Any]:
+        """Run a probe on some rows in two parts: four outputs, and the divisors of the four runs."""
         team = self.model.team
         first = counts[0]
-        rows = [row % (plan.size or 1) for row in range(sum(counts))]
         calls = [plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)]
         if finite:
             calls = _made_finite(calls)
@@ -242,6 +289,18 @@ class Outputs:
             raise answer
         payload, specs = answer
         return unpack(payload, [receive_tensor(team.channel(1), spec) for spec in specs])
+
+
+def _repeated(plan: SplitPlan, count: int) -> list[int]:
+    """The first rows of the batch, again and again if it has too few."""
+    return [row % (plan.size or 1) for row in range(count)]
+
+
+def _still(rule: OutputRule, found: OutputRule) -> bool:
+    """Whether a rule fits what another probe has found."""
+    if isinstance(found, Unknown):
+        return rule in found.candidates and found.reason != NOT_FINITE
+    return found == rule or isinstance(found, Constant)
 
 
 def _look(unit: Unit) -> tuple[Hashable, ...]:

@@ -235,7 +235,7 @@ class Replica:
             self.context = context
             args, kwargs = unpack(payload, tensors, model.leaves)
             seed_arguments((*args, *kwargs.values()), self.index)
-            with in_shard(self._peers(), call, shard):
+            with in_shard(self._peers(), call, shard) as divisors:
                 outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
         metas: list[tuple[int, tuple[int, ...], bool]] = []
@@ -257,6 +257,7 @@ class Replica:
             tuple(metas),
             specs,
             tuple((position, spec) for position, spec, _ in forms),
+            divisors,
             tensors=[*data, *(form for _, _, form in forms)],
         )
         self.seconds += time.perf_counter() - started
@@ -347,8 +348,8 @@ class Replica:
             self.context = context
             # Each run has arguments of its own: forward may change them.
             calls = (unpack(payload, [t.clone() for t in tensors], leaves)[run] for run in range(PROBE_RUNS))
-            outputs = probed(copy, calls, rows, sync_batchnorm=sync_batchnorm)
-        answer = pack(outputs, homeward=True)
+            outputs, divisors = probed(copy, calls, rows, sync_batchnorm=sync_batchnorm)
+        answer = pack([*outputs, divisors], homeward=True)
         specs, data = wire_forms(answer.tensors)
         self._reply(answer.payload, specs, tensors=data)
 
