@@ -287,3 +287,53 @@ def test_gradients_that_are_yet_to_be_conjugated_add_up() -> None:
         sum(gradient.abs().square().sum() for gradient in first).backward()
 
     parity.assert_same(lambda: nn.Linear(3, 3, dtype=torch.complex128), loop)
+
+
+def test_a_change_behind_the_back_of_autograd_happens_to_all_rows() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.detach().mul_(2)
+            return self.linear(x)
+
+    def loop(model: nn.Module) -> Any:
+        x = batch().requires_grad_()
+        model(x).sum().backward()
+        return x, x.grad
+
+    parity.assert_same(Model, loop)
+
+
+def test_a_view_of_an_argument_with_a_gradient_is_one_to_autograd() -> None:
+    def loop(model: nn.Module) -> Any:
+        leaf = batch().requires_grad_()
+        x = leaf * 2
+        _, part = model(x)
+        part.mul_(3)
+        x.square().sum().backward()
+        return leaf.grad, x, part
+
+    parity.assert_same(lambda: Returning(lambda h, x: (h, x[:, 1:].T)), loop)
+
+
+def test_a_function_that_returns_its_argument_keeps_its_own_gradient() -> None:
+    class Reversed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return -gradient
+
+    def loop(model: nn.Module) -> Any:
+        leaf = batch().requires_grad_()
+        for x in (leaf, leaf * 2):
+            out, part = model(x)
+            ((part * part).sum() + out.sum()).backward()
+        return leaf.grad
+
+    parity.assert_same(lambda: Returning(lambda h, x: (h, Reversed.apply(x)[:, :2])), loop)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.aliases import Aliases, Given
 from evenly.containers import StandIn
 from evenly.outputs import (
     Constant,
@@ -33,7 +34,6 @@ from evenly.team.template import Slot, Template
 from evenly.team.values import Handle
 
 if TYPE_CHECKING:
-    from evenly.parts import TensorLeaf
     from evenly.team.team import Team
 
 
@@ -137,7 +137,7 @@ class Joiner:
         found: Sequence[OutputRule],
         own: Collection[int] = (),
         packed: Layout | None = None,
-        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (),
+        given: Given = (),
     ) -> None:
         self.team = team
         self.rows = rows
@@ -146,9 +146,8 @@ class Joiner:
         self.joints: list[Joint] = []
         self._own = own
         self._packed_input = packed
-        self._given = given
         self._made: dict[int, Any] = {}
-        self._memory: dict[int, tuple[str, Tensor | None]] = {}
+        self._aliases = Aliases(given, sum(rows))
         total = sum(rows)
         self._shares = tuple(count / total for count in rows)
 
@@ -200,14 +199,14 @@ class Joiner:
             self._check_constant(path, rule, value, handle)
             return local
         if isinstance(rule, Rows):
-            user = self._of_user(local, rule)
+            user = self._aliases.of_user(local, rule)
             if user is not None:
                 return user
             rows = tuple(count * rule.factor for count in self.rows)
-            if self._is_of_user(local):
+            if self._aliases.is_of_user(local):
                 value = value.clone()  # as it is in the other replicas: apart from the user's tensor
             sharded = ShardedTensor.of_rows(team, value, handle, rule.dim, rows)
-            self._note_memory(path, local, sharded)
+            self._aliases.note(path, local, sharded)
             tensor: Tensor = sharded
         elif isinstance(rule, (Mean, Sum)):
             weights = self._shares if isinstance(rule, Mean) else None
@@ -224,45 +223,6 @@ class Joiner:
             if not isinstance(rule, Unknown):
                 positions = (positions[0], *[None] * len(remote))
         return self._add(Joint(tensor, rule, positions, local.requires_grad, self._shares, path))
-
-    def _of_user(self, local: Tensor, rule: Rows) -> Tensor | None:
-        """The user's own tensor when an argument is returned as it is, or the same view of it as of the rows."""
-        for own, leaf in self._given:
-            value = leaf.value
-            if own is local and leaf.dim == rule.dim and rule.factor == 1:
-                return value
-            if own is None or leaf.dim is None or isinstance(value, ShardedTensor) or local.requires_grad:
-                continue
-            alike = (
-                local.dtype == value.dtype and local.is_conj() == value.is_conj() and local.is_neg() == value.is_neg()
-            )
-            # A single row does not tell how far it is to the next one.
-            step = value.stride(leaf.dim) if local.shape[rule.dim] == 1 == rule.factor else local.stride(rule.dim)
-            if alike and _memory(own) == _memory(local) != 0 and step * rule.factor == value.stride(leaf.dim):
-                shape, stride = list(local.shape), list(local.stride())
-                shape[rule.dim], stride[rule.dim] = sum(self.rows) * rule.factor, step
-                base = value.detach() if own.requires_grad else value
-                return base.as_strided(shape, stride, local.storage_offset())
-        return None
-
-    def _is_of_user(self, local: Tensor) -> bool:
-        given = [own for own, leaf in self._given if own is not None and not isinstance(leaf.value, ShardedTensor)]
-        return any(_memory(own) == _memory(local) != 0 for own in given)
-
-    def _note_memory(self, path: str, local: Tensor, tensor: ShardedTensor | None) -> None:
-        """Note which outputs share memory with one another, or with an argument: nobody may write to them."""
-        if not self._memory:
-            for own, leaf in self._given:
-                if own is not None:
-                    self._memory[_memory(own)] = (leaf.path, None)
-        place = _memory(local)
-        path_there, there = self._memory.setdefault(place, (path, tensor))
-        if tensor is not None and any(s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-            tensor.share("elements of its own, which were expanded")
-        if there is not tensor and place and tensor is not None:
-            tensor.share(path_there)
-            if isinstance(there, ShardedTensor):
-                there.share(path)
 
     def _add(self, joint: Joint) -> _Later:
         self.joints.append(joint)
@@ -316,7 +276,7 @@ class Joiner:
                 tensor = values.fetch_from(self.team, replica, handle)
                 position, differentiable = leaf.position, leaf.requires_grad
             elif isinstance(leaf, Tensor):
-                self._note_memory("an item of a list", leaf, None)
+                self._aliases.note("an item of a list", leaf, None)
                 tensor, position, differentiable = leaf.detach(), self._positions[id(leaf)], leaf.requires_grad
             else:
                 made.append(leaf)
@@ -382,10 +342,6 @@ def agree(a: Tensor, b: Tensor) -> bool:
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and torch.allclose(a, b, rtol=1e-5, atol=0, equal_nan=True)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _short(tensor: Tensor) -> str:

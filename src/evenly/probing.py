@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from evenly.aliases import Given
 from evenly.batchwide import SumsPerRowError
 from evenly.divisors import Divisors, Suspect, suspects
 from evenly.joining import Join, Joiner, agree
@@ -28,7 +29,7 @@ from evenly.team.values import peek
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan
-    from evenly.parts import TensorLeaf, Unit
+    from evenly.parts import Unit
     from evenly.replicated import Replicated
 
 _FEW_ROWS = (3, 2)
@@ -76,7 +77,7 @@ class Outputs:
 
     def join(
         self, plan: SplitPlan, output: Any, answers: Sequence[Answer], base: int,
-        given: Sequence[tuple[Tensor | None, TensorLeaf]] = (), divisors: Sequence[Divisors] = (),
+        given: Given = (), divisors: Sequence[Divisors] = (),
     ) -> Join:  # fmt: skip
         """Join the outputs of a call: the driver's ``output`` and the other replicas' ``answers``.
 

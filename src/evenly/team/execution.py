@@ -66,6 +66,8 @@ def backward(
                 if outputs:
                     _run_backward(outputs, gradients_in, keep=keep or graph.shared)
             found = list(map(_grad, targets))
+            if any(map(torch.is_complex, targets)):  # added to as they lie in memory, so no longer to be conjugated
+                found = [gradient if gradient is None else gradient.resolve_conj() for gradient in found]
         finally:
             for target, gradient in zip(targets, before, strict=True):
                 target.grad = gradient

@@ -24,7 +24,7 @@ from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
-from evenly.team.execution import INNER, LEAF, NO_GRADIENT, Graph, backward, differentiate, inner
+from evenly.team.execution import INNER, NO_GRADIENT, Graph, backward, differentiate, inner
 from evenly.team.generators import Generators, States, seed_arguments
 from evenly.team.holding import LeafSpec
 from evenly.team.membership import Membership
@@ -226,7 +226,7 @@ class Replica:
                 inputs[position] = tensor.requires_grad_()
             if wanted == INNER:
                 tensor = inner(tensor)
-            if inline and position >= 0 and wanted != LEAF:
+            if inline and position >= 0:
                 watched.append((position, tensor, tensor._version))
             tensors.append(tensor)
         seed(states[0], self.index)
