@@ -48,11 +48,16 @@ class Generators:
                 _seed(self._found[path], state, replica)
 
 
-def seed_arguments(arguments: Iterable[Any], replica: int) -> None:
+Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+
+def with_own_numbers(call: Call, number: int) -> Call:
     """In a replica: seed generators that came as arguments, and so hold the state of the driver's."""
-    for argument in arguments:
+    args, kwargs = call
+    for argument in (*args, *kwargs.values()):
         if _is_generator(argument):
-            _seed(argument, _state_of(argument), replica)
+            _seed(argument, _state_of(argument), number)
+    return call
 
 
 def _state_of(generator: Generator) -> bytes:

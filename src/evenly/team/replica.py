@@ -25,7 +25,7 @@ from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
 from evenly.team.exchange import Exchange
 from evenly.team.execution import INNER, NO_GRADIENT, Graph, backward, differentiate, inner
-from evenly.team.generators import Generators, States, seed_arguments
+from evenly.team.generators import Generators, States, with_own_numbers
 from evenly.team.holding import LeafSpec
 from evenly.team.membership import Membership
 from evenly.team.memory import Block
@@ -233,8 +233,7 @@ class Replica:
         model.generators.seed(states[1], self.index)
         with applied(context, self.context), self._interruptible():
             self.context = context
-            args, kwargs = unpack(payload, tensors, model.leaves)
-            seed_arguments((*args, *kwargs.values()), self.index)
+            args, kwargs = with_own_numbers(unpack(payload, tensors, model.leaves), self.index)
             with in_shard(self._peers(), call, shard) as divisors:
                 outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
@@ -346,8 +345,12 @@ class Replica:
             tensors = [t.to(protocol.DTYPES[dtype]) if t.is_floating_point() else t for t in tensors]
         with applied(context, self.context), torch.no_grad(), _unheard(), self._interruptible():
             self.context = context
-            # Each run has arguments of its own: forward may change them.
-            calls = (unpack(payload, [t.clone() for t in tensors], leaves)[run] for run in range(PROBE_RUNS))
+            # Each run has arguments of its own, for forward may change them, and numbers of its own: what is random
+            # must not seem to be what rows do to each other.
+            calls = (
+                with_own_numbers(unpack(payload, [t.clone() for t in tensors], leaves)[run], run)
+                for run in range(PROBE_RUNS)
+            )
             outputs, divisors = probed(copy, calls, rows, sync_batchnorm=sync_batchnorm)
         answer = pack([*outputs, divisors], homeward=True)
         specs, data = wire_forms(answer.tensors)
