@@ -119,6 +119,7 @@ class Call:
             self.peers().refuse(call)  # or they wait for sums with a forward that may not even have begun
             name_shard(error, self.plan, 0, team.devices[0])
             own = error
+        self.model.settle()  # while the replicas still compute
         with phase("forward: wait for replicas"):
             found = [self._answer(replica) for replica in range(1, self.replicas)]
         try:

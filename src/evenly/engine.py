@@ -65,8 +65,9 @@ class Engine:
             call = Call(self.replicated, plan, self.work)
             try:
                 return bridge.run(call, partial(self.outputs.join, plan))
-            finally:
+            except BaseException:  # Ctrl-C, too: before the call has come so far itself, perhaps
                 self.replicated.settle()
+                raise
 
     def run_alone(self, plan: SplitPlan) -> Any:
         """The module's output for a batch that is replica 0's alone."""
