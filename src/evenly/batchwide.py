@@ -119,36 +119,70 @@ class in_shard:  # noqa: N801 - used like a function
     """
 
     # A class, because it is entered twice a step: a generator costs several times as much.
-    __slots__ = ("_before", "_exchange", "_mode", "_number", "_taking_part")
+    __slots__ = ("_exchange", "_mode", "_number", "_surroundings", "_taking_part")
 
     def __init__(self, exchange: Exchange, number: int, shard: Shard) -> None:
         self._taking_part, share, sync_batchnorm = shard
         self._exchange = exchange
         self._number = number
         self._mode = WholeBatch(share, sync_batchnorm=sync_batchnorm)
-        self._before: Summer | None = None
+        self._surroundings = Surroundings()
 
     def __enter__(self) -> Divisors:
         """Returns what will have been divided by."""
-        self._before = _current.summer
         try:
             self._exchange.begin(self._number, self._taking_part)
             _current.summer = self._exchange
             self._mode.__enter__()
         except BaseException:  # Ctrl-C, too
-            self._leave()
+            self.__exit__()
             raise
         return self._mode.divisors
 
     def __exit__(self, *failure: object) -> None:
-        try:
-            cast("Any", self._mode).__exit__(*failure)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        _current.summer = self._before
+        self._mode.over = True
+        self._surroundings.restore()
         self._exchange.end()
+
+
+class Surroundings:
+    """What a forward or backward changes around it, as it is now, to be so again afterwards.
+
+    [Note: cut off] Ctrl-C can cut off Python code at the call of any function, that of a context manager's
+    ``__exit__`` and those inside of torch that take a mode off its stack for a moment, too. So whoever starts a forward
+    or backward puts all back by itself, in an ``except`` of its own, whatever has become of the managers inside. Even
+    after that torch may put a mode back, when the frame is freed that took it off: one that is over does nothing, and
+    goes with the next forward.
+    """
+
+    __slots__ = ("_modes", "_summer", "_threads")
+
+    def __init__(self) -> None:
+        self._summer = _current.summer
+        self._modes = [mode for mode in _modes() if not (isinstance(mode, WholeBatch) and mode.over)]
+        self._threads = torch.get_num_threads()
+
+    def restore(self) -> None:
+        """What sums up and what watches torch's functions in this thread."""
+        _current.summer = self._summer
+        if self._modes == _modes():
+            return
+        while _stack._len_torch_function_stack():
+            _stack._pop_torch_function_stack()
+        for mode in self._modes:
+            _stack._push_on_torch_function_stack(mode)
+
+    def restore_all(self) -> None:
+        """That, and the share of the cores."""
+        self.restore()
+        torch.set_num_threads(self._threads)
+
+
+_stack: Any = cast("Any", torch)._C
+
+
+def _modes() -> list[TorchFunctionMode]:
+    return [_stack._get_function_stack_at(place) for place in range(_stack._len_torch_function_stack())]
 
 
 def inside_shard() -> bool:
@@ -238,12 +272,14 @@ class WholeBatch(TorchFunctionMode):
 
     Attributes:
         divisors: By what it has seen functions divide; see :mod:`evenly.divisors`.
+        over: Whether the forward has ended.
     """
 
     def __init__(self, share: float, *, sync_batchnorm: bool = False) -> None:
         super().__init__()
         self.share = share
         self.divisors: Divisors = {}
+        self.over = False
         self.sync_batchnorm = sync_batchnorm
 
     def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -255,7 +291,7 @@ class WholeBatch(TorchFunctionMode):
     ) -> Any:
         """Pass on all calls but those that the class is about."""
         del types
-        if func not in _WATCHED:
+        if func not in _WATCHED or self.over:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in DIVIDES and not torch.compiler.is_compiling():
             divisor = DIVIDES[func](*args, **(kwargs or {}))

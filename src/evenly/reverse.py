@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from evenly.batchwide import in_shard
+from evenly.batchwide import Surroundings, in_shard
 from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.explain import name_rows
 from evenly.phases import phase
@@ -91,23 +91,28 @@ class Reverse:
         base = team.reserve(NUMBERS_PER_CALL)
         second = team.reserve(1) if again else 0
         team.tell_released()
-        with team.nothing_half_done(0 if keep else remote.call, base, NUMBERS_PER_CALL):
-            with phase("backward: send gradients"):
-                own = self._send(remote, gradients, second, base, keep=keep)
-            if not keep:
-                self._graph = self._remote = None
-                remote.spent()
-            mine, replies = self._run_all(graph, own, base, keep=keep, again=again)
-            with phase("backward: sum gradients"):
-                total = self._sum(mine.leaves, replies, list(own.values()))
-            back = _Back(self.team, mine, replies, base)
-            found = Gradients(
-                [total[position] for position in self.call.trainable],
-                [self._input_gradient(back, position) for position in inputs],
-                [back.flow(self.call.first_ends[number]) for number in flows],
-            )
-            if mine.second is not None:
-                found.reverse = self._reverse_of(inputs, mine, replies, second)
+        surroundings = Surroundings()
+        try:
+            with team.nothing_half_done(0 if keep else remote.call, base, NUMBERS_PER_CALL):
+                with phase("backward: send gradients"):
+                    own = self._send(remote, gradients, second, base, keep=keep)
+                if not keep:
+                    self._graph = self._remote = None
+                    remote.spent()
+                mine, replies = self._run_all(graph, own, base, keep=keep, again=again)
+                with phase("backward: sum gradients"):
+                    total = self._sum(mine.leaves, replies, list(own.values()))
+                back = _Back(self.team, mine, replies, base)
+                found = Gradients(
+                    [total[position] for position in self.call.trainable],
+                    [self._input_gradient(back, position) for position in inputs],
+                    [back.flow(self.call.first_ends[number]) for number in flows],
+                )
+                if mine.second is not None:
+                    found.reverse = self._reverse_of(inputs, mine, replies, second)
+        except BaseException:  # see [Note: cut off] in batchwide.py
+            surroundings.restore_all()
+            raise
         return found
 
     def _run_all(
