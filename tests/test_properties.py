@@ -337,3 +337,27 @@ def test_a_function_that_returns_its_argument_keeps_its_own_gradient() -> None:
         return leaf.grad
 
     parity.assert_same(lambda: Returning(lambda h, x: (h, Reversed.apply(x)[:, :2])), loop)
+
+
+def test_whether_outputs_share_memory_does_not_depend_on_how_many_rows_a_replica_has() -> None:
+    def loop(model: nn.Module) -> Any:
+        with torch.no_grad():
+            first, second = model(batch()[:3].T)
+            first.mul_(2)
+            return first, second
+
+    # A single row of this layout is contiguous, more are not, and are copied.
+    parity.assert_same(
+        lambda: Returning(lambda h, x: ((y := x * 2).flatten(), y.flatten())), loop, split=[2, 1], replicas=(2,)
+    )
+
+
+def test_zeros_that_have_no_memory_travel() -> None:
+    def loop(model: nn.Module) -> Any:
+        leaf = batch().requires_grad_()
+        loss = model(leaf).abs().sum()  # the second derivative of `abs` is such a zero
+        first = torch.autograd.grad(loss, [leaf, *model.parameters()], create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+        return leaf.grad
+
+    parity.assert_same(lambda: nn.Linear(3, 3).double(), loop)

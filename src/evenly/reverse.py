@@ -155,6 +155,8 @@ class Reverse:
         for end, gradient in zip(self.ends, gradients, strict=True):
             if gradient is None:
                 continue
+            if gradient._is_zerotensor():  # what autograd has for zeros has no memory
+                gradient = torch.zeros_like(gradient)  # noqa: PLW2901
             if gradient.requires_grad:
                 gradient = gradient.detach()  # noqa: PLW2901 - without its history
             for replica, (position, part) in enumerate(zip(end.positions, end.spread(gradient), strict=True)):

@@ -84,6 +84,22 @@ def outline(output: Any) -> tuple[Any, list[Tensor]]:
     return tree.rebuild(made), tensors
 
 
+def apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """In the replica: outputs without their history, and in memory of their own.
+
+    Whether outputs share memory is for the driver's to say: with a single row `flatten()` and its like copy less.
+    """
+    if len(tensors) == 1:
+        return [tensors[0].detach()]
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    for tensor in tensors:
+        place = tensor.untyped_storage().data_ptr()
+        found.append(tensor.detach().clone() if place and place in seen else tensor.detach())
+        seen.add(place)
+    return found
+
+
 def read(outlined: Any, metas: Sequence[tuple[int, tuple[int, ...], bool]]) -> Answer:
     """In the driver: the output with what is known of its tensors."""
     tensors = [

@@ -102,6 +102,8 @@ def _is_fake(tensor: Tensor) -> bool:
 def wire_form(tensor: Tensor) -> tuple[TensorSpec, Tensor]:
     """A description of ``tensor`` and a contiguous tensor with its bytes, which is a view wherever possible."""
     dtype, shape = DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape)
+    if tensor._is_zerotensor():  # what autograd has for zeros has no memory
+        tensor = torch.zeros_like(tensor)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return (dtype, shape), tensor
     tensor = tensor.detach().resolve_conj().resolve_neg()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from evenly.batchwide import PROBE_RUNS, Shard, Surroundings, in_shard, probed
 from evenly.team import errors, protocol
-from evenly.team.answer import RemoteTensor, outline
+from evenly.team.answer import RemoteTensor, apart, outline
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Kind
 from evenly.team.context import Context, RandomState, applied, seed
@@ -241,8 +241,8 @@ class Replica:
                 outputs = model.module(*args, **kwargs)
         outlined, found = outline(outputs)
         metas: list[tuple[int, tuple[int, ...], bool]] = []
-        for position, tensor in enumerate(found):
-            self.values[base + position] = tensor.detach()
+        for position, (tensor, value) in enumerate(zip(found, apart(found), strict=True)):
+            self.values[base + position] = value
             metas.append((DTYPE_NUMBER[tensor.dtype], tuple(tensor.shape), tensor.requires_grad))
         if any(tensor.requires_grad for tensor in found):
             self.graphs[call] = (model, Graph(found, inputs))
