@@ -155,11 +155,8 @@ class Reverse:
         for end, gradient in zip(self.ends, gradients, strict=True):
             if gradient is None:
                 continue
-            if gradient._is_zerotensor():  # what autograd has for zeros has no memory
-                gradient = torch.zeros_like(gradient)  # noqa: PLW2901
-            if gradient.requires_grad:
-                gradient = gradient.detach()  # noqa: PLW2901 - without its history
-            for replica, (position, part) in enumerate(zip(end.positions, end.spread(gradient), strict=True)):
+            parts = end.spread(_without_history(gradient))
+            for replica, (position, part) in enumerate(zip(end.positions, parts, strict=True)):
                 if position is None or part is None:
                     continue
                 if replica == 0:
@@ -326,6 +323,13 @@ class _Back:
             present = place is not None and bool(self.replies[replica - 1].inputs.get(position))
             parts.append(fetch_from(self.team, replica, self.handle(position)) if present else None)
         return end.collect(parts, None)
+
+
+def _without_history(gradient: Tensor) -> Tensor:
+    """The value of a gradient, in memory: what autograd has for zeros has none."""
+    if gradient._is_zerotensor():
+        return torch.zeros_like(gradient)
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 class RemoteGraph:
