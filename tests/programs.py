@@ -136,7 +136,7 @@ class Writer:
     def write(self) -> None:
         """Write all of it."""
         self.mode = self.pick(["", "", "", "", "no_grad()", "inference_mode()"])
-        self.dtype = self.pick(["torch.float64"] * 6 + ["torch.float32", "torch.complex128", "torch.bfloat16"])
+        self.dtype = self.pick(["torch.float64"] * 6 + ["torch.float32", "torch.complex128"])
         guard = eval(f"torch.{self.mode or 'enable_grad()'}")  # noqa: S307
         with guard:
             self.rows, self.features = self.number(0, 17), self.number(1, 4)

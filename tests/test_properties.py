@@ -361,3 +361,11 @@ def test_zeros_that_have_no_memory_travel() -> None:
         return leaf.grad
 
     parity.assert_same(lambda: nn.Linear(3, 3).double(), loop)
+
+
+def test_an_expanded_output_is_one_with_a_single_row_for_each_replica_too() -> None:
+    model = parity.wrap(Returning(lambda h, x: h[:, None].expand(-1, 2, -1)))
+    out = model(batch()[:2]).detach()
+    assert out.stride(1) == 0
+    with pytest.raises(RuntimeError, match="expanded"):
+        out.diagonal().fill_(3)

@@ -63,7 +63,7 @@ class Aliases:
         path_there, there = self._known.setdefault(place, (path, tensor))
         if tensor is None:
             return
-        if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        if any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
             tensor.share("elements of its own, which were expanded")
         if there is not tensor and place:
             tensor.share(path_there)

@@ -18,7 +18,9 @@ def whole_geometry(local: Tensor, dim: int, rows: tuple[int, ...]) -> tuple[list
     if mine == total or step == 0:
         return shape, stride
     if mine <= 1:
-        return shape, dense_like(shape, stride)
+        expanded = {d for d, (size, s) in enumerate(zip(shape, stride, strict=True)) if s == 0 and size > 1}
+        thin = [1 if d in expanded else size for d, size in enumerate(shape)]
+        return shape, [0 if d in expanded else s for d, s in enumerate(dense_like(thin, stride))]
     # Dimensions that lie further out than the rows move apart as the rows get more.
     return shape, [s // mine * total if s >= step * mine and s % mine == 0 else s for s in stride]
 
