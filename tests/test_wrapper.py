@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenly
 from evenly import DataParallel
-from parity import compare, wrap
+from parity import assert_same, compare, wrap
 
 
 def rows(count, width=3, seed=0):
@@ -280,3 +280,22 @@ def test_a_saved_model_loads_in_a_process_without_replicas(tmp_path):
     code = f"import torch; print({load}(torch.ones(2, 3)).sum().item())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert float(found.stdout) == pytest.approx(expected)
+
+
+def test_an_option_that_is_set_through_the_wrapper_counts_in_every_replica():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 3)
+            self.temperature = 1.0
+
+        def forward(self, x):
+            return self.layer(x) / self.temperature
+
+    def loop(model):
+        before = model(x)
+        model.temperature = 5.0
+        return before, model(x), model.temperature
+
+    x = torch.randn(5, 2)
+    assert_same(Scaled, loop)

@@ -291,7 +291,7 @@ class CleanNames(nn.Module):
             raise AttributeError(message, name=name, obj=self) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets in the module what torch registers, and the rest on the wrapper."""
+        """Sets in the module what torch registers, and what the module has already; the rest on the wrapper."""
         module = self.__dict__.get("_modules", {}).get("module")
         if module is None or name == "module":
             super().__setattr__(name, value)
@@ -299,7 +299,8 @@ class CleanNames(nn.Module):
         elif _is_registered(value):
             self.__dict__.pop(name, None)
             setattr(module, name, value)
-        elif name in self.__dict__ or hasattr(type(self), name) or not _holds_state(module, name):
+        # So would an option that is read from the module, and only seems to have been set.
+        elif name in self.__dict__ or hasattr(type(self), name) or not hasattr(module, name):
             super().__setattr__(name, value)
         else:
             setattr(module, name, value)
@@ -362,7 +363,3 @@ def _with_versions(state_dict: Mapping[str, Any], versions: object) -> dict[str,
 
 def _is_registered(value: object) -> bool:
     return isinstance(value, nn.Module | nn.Parameter)
-
-
-def _holds_state(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), nn.Module | torch.Tensor)
