@@ -177,3 +177,20 @@ def test_after_a_refusal_nothing_is_half_done():
 def test_what_the_user_says_of_a_number_is_so():
     model = wrap(Net(NOT_OVER_ROWS["mse_loss"]), 2, scalar_outputs="stack")
     assert model(X, Y, SOME).shape == (2,)
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_a_selection_that_is_as_large_on_replicas_with_other_numbers_of_rows_is_refused(replicas):
+    model = wrap(Net(lambda _, h, y, m: ((h - y).square() * m).sum() / m.sum()), replicas)
+    chosen = torch.zeros(5, 1, dtype=torch.bool)
+    chosen[[0, 3] if replicas == 2 else [0, 2, 4]] = True  # of 3 + 2, or of 2 + 2 + 1 rows: one on each replica
+    model(X[:5], Y[:5], torch.ones_like(chosen))
+    with pytest.raises(ValueError, match="does not follow the rows"):
+        model(X[:5], Y[:5], chosen)
+
+
+def test_a_divisor_that_changes_from_call_to_call_and_has_nothing_to_do_with_rows():
+    def loop(model):
+        return [model(X[:5], Y[:5], number) for number in (2.0, 3.0, 7, torch.tensor(0.5))]
+
+    assert_same(lambda: Net(lambda _, h, y, number: F.mse_loss(h, y) / number), loop)

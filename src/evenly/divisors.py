@@ -135,29 +135,38 @@ class Suspect(NamedTuple):
         )
 
 
-def suspects(notes: Sequence[Divisors], rows: Sequence[int]) -> list[Suspect]:
+def suspects(notes: Sequence[Divisors], rows: Sequence[int], usual: Divisors | None = None) -> list[Suspect]:
     """The lines whose divisors are neither proportional to the replicas' rows nor the same on all of them.
 
     In a loop over rows a line divides as often as there are rows, always by the same.
+
+    Args:
+        notes: What each replica divided by.
+        rows: Rows of each.
+        usual: What the driver divided by the first time. Replicas with different numbers of rows may select equally
+            many by chance; that is suspect where the line divided by something else before.
     """
-    if all(other == notes[0] for other in notes[1:]):
+    even = rows[0] == rows[-1]
+    if all(other == notes[0] for other in notes[1:]) and (even or usual is None or usual == notes[0]):
         return []
     found: list[Suspect] = []
     for line in sorted({line for divisors in notes for line in divisors}):
         divisors = [divisors.get(line, []) for divisors in notes]
         for replica in range(1, len(rows)):
-            if not _follow(divisors[0], divisors[replica], rows[0], rows[replica]):
+            constant = usual is None or usual.get(line, divisors[0]) == divisors[0]
+            if not _follow(divisors[0], divisors[replica], rows[0], rows[replica], constant=constant):
                 found.append(Suspect(line, tuple(map(tuple, divisors)), (0, replica)))
                 break
     return found
 
 
-def _follow(first: list[float], second: list[float], rows: int, other_rows: int) -> bool:
+def _follow(first: list[float], second: list[float], rows: int, other_rows: int, *, constant: bool) -> bool:
     if len(first) != len(second):
         per_row = len(first) * other_rows == len(second) * rows
         return per_row and len({*first, *second}) == 1
     return all(
-        _near(one, other) or _near(one * other_rows, other * rows) for one, other in zip(first, second, strict=True)
+        (constant and _near(one, other)) or _near(one * other_rows, other * rows)
+        for one, other in zip(first, second, strict=True)
     )
 
 

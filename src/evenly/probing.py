@@ -72,6 +72,8 @@ class Outputs:
         self._known: dict[Hashable, _Found] = {}
         self._silent: set[Hashable] = set()
         """Calls of which no probe told anything."""
+        self._usual: dict[Hashable, Divisors] = {}
+        """What the driver divided by the first time."""
         self._cleared: set[Hashable] = set()
         """Lines that divide by what does not follow the rows, and that no output of such a call comes from."""
 
@@ -108,11 +110,12 @@ class Outputs:
         if self.out_dims is not ... or self.scalar_outputs is not None:
             parts = shape.flatten_up_to(output, "output")
             rules = override_rules(shape, parts, rules, out_dims=self.out_dims, scalar_outputs=self.scalar_outputs)
-        doubts = [doubt for doubt in suspects(divisors, plan.rows) if (key, doubt.line) not in self._cleared]
+        usual = self._usual.setdefault(key, divisors[0]) if divisors else {}
+        doubts = [doubt for doubt in suspects(divisors, plan.rows, usual) if (key, doubt.line) not in self._cleared]
         # Who said what a number is need not be asked again.
         guessed = [place for place, rule in enumerate(rules) if isinstance(rule, (Mean, Sum)) and rule is told[place]]
         for doubt in doubts if guessed else ():
-            refuted = self._refuted(plan, doubt, rules, guessed)
+            refuted = self._refuted(plan, doubt, rules, guessed, usual)
             if refuted is not None:
                 raise ValueError(doubt.complaint(list(shape.paths("output"))[refuted], plan.rows))
             self._cleared.add((key, doubt.line))
@@ -150,6 +153,7 @@ class Outputs:
             self._known.clear()
             self._silent.clear()
             self._cleared.clear()
+            self._usual.clear()
         outputs = [output, *(_as_meta(answer.output) for answer in answers)]
         second: _Found | None = None
         for found, whole, proven in self._probes(plan) if key not in self._silent else ():
@@ -219,7 +223,9 @@ class Outputs:
                 ], tree
         return found
 
-    def _refuted(self, plan: SplitPlan, doubt: Suspect, rules: Sequence[OutputRule], places: list[int]) -> int | None:
+    def _refuted(
+        self, plan: SplitPlan, doubt: Suspect, rules: Sequence[OutputRule], places: list[int], usual: Divisors
+    ) -> int | None:
         """Which of the outputs at ``places`` is not what its rule says, on rows that divide by what is in doubt.
 
         Returns:
@@ -244,7 +250,7 @@ class Outputs:
                 refuted = broken[0]
                 if way.training == self.model.module.training and _same(whole, again):
                     return refuted
-            elif any(suspect.line == doubt.line for suspect in suspects(divisors[1:3], counts)):
+            elif any(suspect.line == doubt.line for suspect in suspects(divisors[1:3], counts, usual)):
                 return None
         return refuted
 
