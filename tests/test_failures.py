@@ -16,25 +16,30 @@ from evenly import DataParallel
 from evenly.team.errors import ReplicaDied, ReplicaError
 from evenly.team.values import ask_report
 from orders import BOUND_SECONDS, Obedient, ShapeError, X, expect_working, on, wait_for, when_exists
+from parity import REPLICAS
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+@pytest.fixture(scope="module", params=REPLICAS)
+def model(request):
+    model = DataParallel(Obedient(), device_ids=["cpu"] * request.param)
     model(X)
     # pytest keeps what a fixture gives until after the check that nothing is left.
     yield weakref.proxy(model)
     del model
 
 
+def last(model):
+    """The number of the replica that has the last rows, those that orders to the second shard go to."""
+    return len(model.device_ids) - 1
+
+
 def held_by_replica(model):
-    """Values, graphs and models that the first replica holds once the driver has said what it no longer needs."""
+    """Values, graphs and models that each replica holds once the driver has said what it no longer needs."""
     team = model._team
     with team.lock:
         team.ensure_ready()
         team.tell_released()
-        ((_, _, _, *held),) = ask_report(team)
-    return held
+        return [held for _, _, _, *held in ask_report(team)]
 
 
 # ---------------------------------------------------------------------- exceptions
@@ -51,7 +56,7 @@ def test_an_exception_arrives_with_its_type_and_the_next_call_works(model, shard
     if shards == "second":
         cause = caught.value.__cause__
         assert isinstance(cause, ReplicaError)
-        assert (cause.replica, cause.device, cause.phase) == (1, "cpu", phase)
+        assert (cause.replica, cause.device, cause.phase) == (last(model), "cpu", phase)
         assert 'raise ZeroDivisionError("as ordered")' in str(cause)
         assert "orders.py" in str(cause)
     out = caught = None
@@ -69,13 +74,14 @@ def test_an_exception_class_of_two_arguments_keeps_its_attributes(model, phase):
 
 def test_running_out_of_memory_can_be_caught_and_retried_with_half_of_the_batch(model):
     out = None
-    for rows in (8, 4):
+    most = 4 * len(model.device_ids)  # four rows are too many for a replica
+    for rows in (most, most // 2):
         try:
-            out = model(X[:rows], [orders.OUT_OF_MEMORY] * rows)
+            out = model(torch.cat([X, X])[:rows], [orders.OUT_OF_MEMORY] * rows)
             break
         except MemoryError:
             continue
-    assert len(out) == 4
+    assert len(out) == most // 2
     expect_working(model)
 
 
@@ -156,13 +162,13 @@ def kill_and_see_it_end(model, replica):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("order", "reason"), [(orders.KILL, "SIGKILL"), (orders.CRASH, "SIGSEGV")])
 def test_a_replica_that_is_killed_in_a_step_is_named_with_its_signal(model, phase, order, reason):
-    pid = model._team.pids()[0]
+    pid = model._team.pids()[-1]
     out = model(X, **{f"{phase}_orders": on("second", order)}) if phase == "backward" else None
     error = expect_death(
         lambda: model(X, on("second", order)) if out is None else out.sum().backward(),
-        f"replica 1 .*{pid}.* was killed by {reason} while running {phase}",
+        f"replica {last(model)} .*{pid}.* was killed by {reason} while running {phase}",
     )
-    assert (error.pid, error.replica, error.phase, error.device) == (pid, 1, phase, "cpu")
+    assert (error.pid, error.replica, error.phase, error.device) == (pid, last(model), phase, "cpu")
     if order == orders.CRASH:
         assert "Its last words" in str(error)
         assert 'orders.py", line' in str(error)
@@ -206,7 +212,7 @@ def test_a_death_is_noticed_by_whoever_uses_rows_that_died_with_it(model):
 
 
 def test_a_replica_that_is_killed_while_it_starts():
-    model = DataParallel(Obedient(), device_ids=["cpu"] * 3)
+    model = DataParallel(Obedient(), device_ids=["cpu"] * 4)  # as nobody else has here
     kill_and_see_it_end(model, 2)
     expect_death(lambda: model(X), "replica 2 .* was killed by SIGKILL while it was starting")
     torch.testing.assert_close(model(X).full_tensor(), model.module(X))

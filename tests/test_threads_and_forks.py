@@ -12,11 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from evenly import DataParallel
 from orders import Obedient, X, expect_working
+from parity import REPLICAS
 
 
-@pytest.fixture
-def model():
-    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+@pytest.fixture(params=REPLICAS)
+def model(request):
+    model = DataParallel(Obedient(), device_ids=["cpu"] * request.param)
     model(X)
     return model
 
@@ -24,9 +25,9 @@ def model():
 @pytest.fixture(scope="module", autouse=True)
 def replicas():
     """Starting them takes seconds: they live as long as this file runs."""
-    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+    models = [DataParallel(Obedient(), device_ids=["cpu"] * count) for count in REPLICAS]
     yield
-    del model
+    models.clear()
 
 
 def all_of(count, work):
@@ -187,10 +188,11 @@ def loader():
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # Python 3.12 warns of forks beside threads
-def test_a_data_loader_with_workers_made_before_and_after_wrapping():
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_a_data_loader_with_workers_made_before_and_after_wrapping(replicas):
     before = loader()
     early = iter(before)
-    model = DataParallel(Obedient(), device_ids=["cpu", "cpu"])
+    model = DataParallel(Obedient(), device_ids=["cpu"] * replicas)
     for batches in (early, before, loader()):
         for (x,) in batches:
             torch.testing.assert_close(model(x).full_tensor(), model.module(x))
