@@ -290,6 +290,7 @@ class Outputs:
             int(Command.PROBE), self.model.number, context, way.training, dtype, self.model.sync_batchnorm, counts,
             parcel.payload, specs,
         )  # fmt: skip
+        self.model.probed()
         team.ask(1, encode(header), data)
         answer = team.answer(1)
         if isinstance(answer, BaseException):

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from evenly.surroundings import Surroundings
 from evenly.team.buffers import Buffers
 from evenly.team.collectives import Collectives, Kind
 from evenly.team.generators import Generators
 from evenly.team.memory import Placement
 from evenly.team.protocol import DTYPE_NUMBER, Command, can_travel, encode, wire_forms
-from evenly.team.shipping import LeafRegistry, pack
+from evenly.team.shipping import LeafRegistry, ShippingError, pack
 from evenly.team.transports import collectives_for
 from evenly.watch import Changes, Watch
 
@@ -71,20 +72,24 @@ class Replicated:
         self.shipment: Shipment | None = None
         self._generation = -1
         self._watch: Watch | None = None
+        self._surroundings: Surroundings | None = None
 
     def sync(self) -> None:
         """Bring the replicas to the module's present state. The team must be ready, and locked."""
-        watch = self._watch
-        if watch is None or self._generation != self.team.generation or not self.buffers.fits():
+        watch, outside = self._watch, self._surroundings.changes() if self._surroundings is not None else None
+        if watch is None or outside is None or self._generation != self.team.generation or not self.buffers.fits():
             self._ship()
             return
         changes = watch.changes()
-        if not changes:
-            return
         if changes.structure:
             self._ship()
-        else:
-            self._patch(watch, changes)
+        elif changes or outside:
+            changes.surroundings = outside
+            try:
+                self._patch(watch, changes)
+            except BaseException:
+                self.forget()  # the surroundings count as followed
+                raise
 
     def publish(self, *, training: bool) -> None:
         """Before a forward: let the replicas have the parameters as they are now."""
@@ -95,6 +100,13 @@ class Replicated:
         """After a forward: what it set on the module stays as it is, in each replica for itself."""
         if self._watch is not None:
             self._watch.rebase_attributes()
+        if self._surroundings is not None:
+            self._surroundings.settle()
+
+    def probed(self) -> None:
+        """A replica tried a few rows on a copy of the module, which reads and writes the same global variables."""
+        if self._surroundings is not None:
+            self._surroundings.disturbed()
 
     # ------------------------------------------------------------------ shipping
 
@@ -125,7 +137,11 @@ class Replicated:
         self.trainable = [position for position, leaf in enumerate(leaves) if leaf.requires_grad]
         self.buffers = Buffers(self.module)
         self.generators = Generators(self.module)
-        self._watch = Watch(self.module, leaves)
+        watch = Watch(self.module, leaves)
+        self._surroundings = surroundings = Surroundings(self.module)
+        if settings := surroundings.initial():
+            self._patch(watch, Changes(surroundings=settings))
+        self._watch = watch
         self._generation = team.generation
         self.shipment = Shipment(team, number)
         self.version += 1
@@ -139,8 +155,13 @@ class Replicated:
         team = self.team
         modules = {id(module): position for position, module in enumerate(self.module.modules())}
         registry = LeafRegistry(self.leaves)
-        parcel = pack(changes, leaves=registry, known_modules=modules, name="changed attributes")
+        try:
+            parcel = pack(changes, leaves=registry, known_modules=modules, name="changed attributes")
+        except ShippingError:
+            _name_obstacle(changes)
+            raise
         if len(registry) != len(self.leaves):  # a new leaf tensor came in with an attribute
+            _check_no_leaves(changes)
             self._ship()
             return
         team.phase = "following changes of the module"
@@ -149,13 +170,34 @@ class Replicated:
         for replica in range(1, team.size):
             team.ask(replica, header, data)
         team.collect(range(1, team.size))
-        if any(
-            not isinstance(value, (int, float, Tensor)) or isinstance(value, bool) for _, _, value in changes.attributes
-        ):
+        values = chain((value for *_, value in changes.attributes), (change.value for change in changes.surroundings))
+        if any(not isinstance(value, (int, float, Tensor)) or isinstance(value, bool) for value in values):
             self.version += 1  # an option, perhaps
         watch.rebase()
         self.generators = Generators(self.module)
         self.trainable = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
+
+
+def _name_obstacle(changes: Changes) -> None:
+    """Raise the error that names what outside of the module cannot be sent, if that is the obstacle."""
+    for setting in changes.surroundings:
+        try:
+            pack(setting.value, name="its value")
+        except ShippingError as error:
+            message = f"forward may read {setting.place}, which was changed in this process only: {error}"
+            raise ShippingError(message) from error
+
+
+def _check_no_leaves(changes: Changes) -> None:
+    for setting in changes.surroundings:
+        registry = LeafRegistry()
+        pack(setting, leaves=registry)
+        if len(registry):
+            message = (
+                f"forward may read {setting.place}, which holds a tensor that requires grad and was changed in this "
+                "process only: replicas that import it cannot share it. Make it a parameter of the module"
+            )
+            raise ValueError(message)
 
 
 def _check_shapes(module: nn.Module) -> None:

@@ -12,24 +12,17 @@ import ctypes
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from evenly.snapshot import Snapshot, Snapshots, matches
 from evenly.team.definitions import is_parametrized
+from evenly.team.namespaces import DELETED
 
-__all__ = ["DELETED", "Changes", "Watch"]
-
-
-class _Deleted(Enum):
-    DELETED = "deleted"
-
-
-DELETED: Final = _Deleted.DELETED
+__all__ = ["DELETED", "Changes", "Identities", "Watch"]
 
 
 @dataclass
@@ -43,15 +36,17 @@ class Changes:
             ``list(module.modules())``, name, the present value or ``DELETED``).
         training: The ``training`` flag of every module, if any differs.
         requires_grad: (index of the leaf, its flag) for each flag that differs.
+        surroundings: What changed outside of the module, see :mod:`evenly.surroundings`.
     """
 
     structure: bool = False
     attributes: list[tuple[int, str, object]] = field(default_factory=list[tuple[int, str, object]])
     training: list[bool] | None = None
     requires_grad: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    surroundings: list[Any] = field(default_factory=list[Any])
 
     def __bool__(self) -> bool:
-        return self.structure or bool(self.attributes or self.training or self.requires_grad)
+        return self.structure or bool(self.attributes or self.training or self.requires_grad or self.surroundings)
 
     def apply(self, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> None:
         """Makes the same changes to a copy of the module, all but those of structure."""
@@ -65,6 +60,8 @@ class Changes:
                 module.training = training
         for index, flag in self.requires_grad:
             leaves[index].requires_grad_(flag)
+        for setting in self.surroundings:
+            setting.apply()
 
 
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
@@ -81,8 +78,8 @@ class Watch:
     on ``self`` stays in each replica for itself. Values of parameters and buffers are not looked at; a buffer
     may be bound to another tensor of the same shape, dtype and device.
 
-    Not noticed: methods patched into a class, variables of closures, the inside of hooks, and what exceeds
-    the bounds of :mod:`evenly.snapshot`.
+    What code reads from outside of the module is for :class:`evenly.surroundings.Surroundings`. Not noticed: what
+    exceeds the bounds of :mod:`evenly.snapshot`.
 
     Args:
         module: What to watch.
@@ -106,7 +103,7 @@ class Watch:
         bound_freely = set(map(id, buffers))
         self._tables: list[dict[Any, Any]] = [t for t in tables if t and id(t) not in bound_freely]
         self._table_keys = _keys(self._tables)
-        self._table_values = _Identities(_values(self._tables))
+        self._table_values = Identities(_values(self._tables))
         self._buffers: list[dict[str, Tensor | None]] = buffers
         self._buffer_keys = _keys(buffers)
         self._buffer_values: list[Tensor | None] = list(_values(buffers))
@@ -184,7 +181,7 @@ class Watch:
         both = list(zip(self._records, self._dicts, strict=True))
         self._light = [state for record, state in both if not record.heavy]
         self._light_keys = [name for record, _ in both if not record.heavy for name in record.names]
-        self._light_values = _Identities(value for record, _ in both if not record.heavy for value in record.values)
+        self._light_values = Identities(value for record, _ in both if not record.heavy for value in record.values)
         self._heavy = [(record, state) for record, state in both if record.heavy]
         snapshots = [snapshot for record, _ in both if not record.heavy for snapshot in record.snapshots]
         self._mutable = list({id(snapshot): snapshot for snapshot in snapshots}.values())
@@ -248,7 +245,7 @@ class _Record:
         return found + [(name, DELETED) for name in saved if name not in state and name not in _IGNORED]
 
 
-class _Identities:
+class Identities:
     """Which objects some were, all at once: comparing them one by one takes four times as long.
 
     Args:

@@ -22,7 +22,15 @@ from torch.nn.utils import parametrize
 
 from evenly.team.importable import register_if_by_value, travels_by_name
 
-__all__ = ["is_parametrized", "reduce_class", "reduce_code", "reduce_parametrized", "reduce_python_module"]
+__all__ = [
+    "class_of_key",
+    "is_parametrized",
+    "key_of_class",
+    "reduce_class",
+    "reduce_code",
+    "reduce_parametrized",
+    "reduce_python_module",
+]
 
 _LENGTH_BY_VALUE = 6  # cloudpickle's reductions by value end in a function that sets the state
 
@@ -49,7 +57,7 @@ def reduce_class(cls: type, reduce_by_value: Callable[[type], Any], *, homeward:
     if not (isinstance(reduction, tuple) and len(cast("tuple[Any, ...]", reduction)) == _LENGTH_BY_VALUE):
         return cast("Any", reduction)
     make, args, state, _, _, set_state = cast("tuple[Any, ...]", reduction)
-    return _resolve_class, (_key_of_class(cls), make, args), (set_state, state), None, None, _define_class
+    return _resolve_class, (key_of_class(cls), make, args), (set_state, state), None, None, _define_class
 
 
 def reduce_code(code: types.CodeType) -> Any:
@@ -83,10 +91,16 @@ def reduce_parametrized(module: nn.Module) -> Any:
     return _new_instance, (cls,), cls.__mro__[1].__getstate__(module)
 
 
-def _key_of_class(cls: type) -> str:
+def key_of_class(cls: type) -> str:
+    """What all processes call a class that travels by value."""
     key = _class_keys.setdefault(cls, uuid.uuid4().hex)
     _classes[key] = cls
     return key
+
+
+def class_of_key(key: str) -> type | None:
+    """The class of :func:`key_of_class`, if it is here."""
+    return _classes.get(key)
 
 
 def _resolve_class(key: str, make: Callable[..., type] | None, args: tuple[Any, ...] | None) -> type:

@@ -35,8 +35,9 @@ from evenly.team.definitions import (
     reduce_python_module,
 )
 from evenly.team.importable import register_if_by_value
+from evenly.team.namespaces import ModuleVariables, make_function, namespace_of
 
-__all__ = ["LeafRegistry", "Parcel", "ShippingError", "pack", "unpack"]
+__all__ = ["ByValue", "LeafRegistry", "Parcel", "ShippingError", "pack", "unpack"]
 
 
 class ShippingError(TypeError):
@@ -58,6 +59,19 @@ class Parcel:
 
     payload: bytes
     tensors: list[Tensor] = field(default_factory=list[Tensor])
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """A function that is to travel by value, whatever its name leads to elsewhere.
+
+    Attributes:
+        function: The function, which the receiver gets in place of this.
+        module: Name of the importable module whose variables it reads; None if a copy of them is to travel along.
+    """
+
+    function: types.FunctionType
+    module: str | None
 
 
 class LeafRegistry:
@@ -211,6 +225,8 @@ class _Pickler(cloudpickle.Pickler):
         if cls is types.FunctionType:
             register_if_by_value(obj.__module__)
             return reduce_compiled(obj) or super().reducer_override(obj)
+        if cls is ByValue:
+            return self._reduce_by_value(obj)
         if cls is torch.jit.ScriptFunction:
             return reduce_scripted(obj)
         if cls is types.CodeType:
@@ -227,6 +243,21 @@ class _Pickler(cloudpickle.Pickler):
         if issubclass(cls, nn.Module) and is_parametrized(cls):
             return reduce_parametrized(obj)
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        reduction: Any = cast("Any", super())._dynamic_function_reduce(func)
+        if self._homeward:
+            return reduction
+        return make_function, (namespace_of(func), *reduction[:2]), *reduction[2:]
+
+    def _reduce_by_value(self, given: ByValue) -> Any:
+        function: Any = given.function
+        if given.module is None:
+            return self._dynamic_function_reduce(function)
+        make, (namespace, make_inner, args), state, *rest = self._dynamic_function_reduce(function)
+        attributes, slots = state
+        args = (args[0], ModuleVariables(given.module), *args[2:])
+        return make, (namespace, make_inner, args), (attributes, {**slots, "__globals__": {}}), *rest
 
     def _tensor_id(self, tensor: Tensor) -> int | None:
         """The persistent id of a tensor without Python attributes; None if torch has to take it apart."""
