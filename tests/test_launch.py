@@ -154,7 +154,8 @@ def test_a_program_that_reads_its_arguments_where_its_modules_are_imported(tmp_p
 def test_what_forward_prints_appears_and_nothing_else(tmp_path):
     source = TRAINS.replace("return self.linear(x)", "print('rows', len(x))\n        return self.linear(x)")
     source = source.replace("x = torch.randn(4, 3)", "x = torch.randn(5, 3)").replace("[4.0, 4.0]", "[5.0, 5.0]")
-    done = run("-c", source, cwd=tmp_path)
+    # Unbuffered, Python writes a line in pieces, and those of two processes mix.
+    done = run("-c", source, cwd=tmp_path, PYTHONUNBUFFERED="")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert {"rows 3", "rows 2", "trained 1"} == set(lines)
