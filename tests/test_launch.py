@@ -33,6 +33,10 @@ x = torch.randn(4, 3)
 model(x).sum().backward()
 assert torch.allclose(model.module.linear.bias.grad, torch.tensor([4.0, 4.0]))
 print("trained", len(model._team.pids()))
+three = DataParallel(Model(), device_ids=["cpu"] * 3)
+three(x).sum().backward()
+assert torch.allclose(three.module.linear.bias.grad, torch.tensor([4.0, 4.0]))
+print("trained", len(three._team.pids()))
 """
 
 
@@ -51,7 +55,7 @@ def run(*command, cwd, stdin=None, **environment):
 
 def expect_trained(done):
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "trained 1\n"
+    assert done.stdout == "trained 1\ntrained 2\n"
     assert done.stderr == ""
 
 
@@ -158,7 +162,7 @@ def test_what_forward_prints_appears_and_nothing_else(tmp_path):
     done = run("-c", source, cwd=tmp_path, PYTHONUNBUFFERED="")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert {"rows 3", "rows 2", "trained 1"} == set(lines)
+    assert {"rows 3", "rows 2", "rows 1", "trained 1", "trained 2"} == set(lines)
     assert done.stderr == ""
 
 

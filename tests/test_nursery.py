@@ -63,10 +63,11 @@ import torch
 from evenly import DataParallel
 open("own.py", "w").write({own.format(3)!r})
 importlib.reload(own)
-model = DataParallel(own.Net(3, 2), ["cpu", "cpu"])
 x = torch.randn(4, 3)
-torch.testing.assert_close(model(x).full_tensor(), model.module(x))
-print("trained", len(model._team.pids()))
+for count in (2, 3):
+    model = DataParallel(own.Net(3, 2), ["cpu"] * count)
+    torch.testing.assert_close(model(x).full_tensor(), model.module(x))
+    print("trained", len(model._team.pids()))
 """
     expect_to_train(source, tmp_path)
 
@@ -115,7 +116,7 @@ assert open("file").read() == "once"
 
 
 def test_what_the_program_has_not_written_yet_is_written_once(tmp_path):
-    source = f"print('tr', end='')\nimport torch\n{IMPORTED}{SAME}".replace('"trained"', '"ained"')
+    source = f"print('tr', end='')\nimport torch\n{IMPORTED}{SAME}".replace('"trained"', '"ained"', 1)
     expect_to_train(source, tmp_path)
 
 
