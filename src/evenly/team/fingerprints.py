@@ -8,12 +8,11 @@ what sending does.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 
 from torch import Tensor
 
-from evenly.team.memory import dense_stride
+from evenly.team.memory import dense_stride, view_memory
 
 _DIGEST_BYTES = 16
 
@@ -30,5 +29,5 @@ def fingerprint(tensor: Tensor) -> bytes:
         data = data.contiguous()  # there are holes in it, or it has a dimension of the same values over and over
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     if size := data.numel() * data.element_size():
-        digest.update((ctypes.c_char * size).from_address(data.data_ptr()))
+        digest.update(view_memory(data.data_ptr(), size))
     return digest.digest()

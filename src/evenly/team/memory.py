@@ -96,17 +96,21 @@ class Block:
 def _map(descriptor: int, size: int, flags: int) -> memoryview:
     """Map memory as a buffer, which is unmapped when the last reference goes.
 
-    Python's own ``mmap`` keeps a descriptor open for as long as the mapping lives, and a model has several. An array
-    of ctypes has a class of its own for every size, which only the garbage collector takes away.
+    Python's own ``mmap`` keeps a descriptor open for as long as the mapping lives, and a model has several.
     """
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot map {size} bytes of shared memory: {os.strerror(number)}")
-    buffer: memoryview = _view_memory(address, size, _WRITABLE)
+    buffer = view_memory(address, size)
     unmap = weakref.finalize(buffer, _libc.munmap, address, size)
     unmap.atexit = False  # tensors may still be in use then, and the system unmaps in any case
     return buffer
+
+
+def view_memory(address: int, size: int) -> memoryview:
+    """Memory as bytes. An array of ctypes has a class of its own for every size, left to the garbage collector."""
+    return _view_memory(address, size, _WRITABLE)
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
