@@ -119,14 +119,14 @@ class in_shard:  # noqa: N801 - used like a function
     """
 
     # A class, because it is entered twice a step: a generator costs several times as much.
-    __slots__ = ("_exchange", "_mode", "_number", "_surroundings", "_taking_part")
+    __slots__ = ("_before", "_exchange", "_mode", "_number", "_taking_part")
 
     def __init__(self, exchange: Exchange, number: int, shard: Shard) -> None:
         self._taking_part, share, sync_batchnorm = shard
         self._exchange = exchange
         self._number = number
         self._mode = WholeBatch(share, sync_batchnorm=sync_batchnorm)
-        self._surroundings = Surroundings()
+        self._before = ThreadState()
 
     def __enter__(self) -> Divisors:
         """Returns what will have been divided by."""
@@ -141,11 +141,11 @@ class in_shard:  # noqa: N801 - used like a function
 
     def __exit__(self, *failure: object) -> None:
         self._mode.over = True
-        self._surroundings.restore()
+        self._before.restore()
         self._exchange.end()
 
 
-class Surroundings:
+class ThreadState:
     """What a forward or backward changes around it, as it is now, to be so again afterwards.
 
     [Note: cut off] Ctrl-C can cut off Python code at the call of any function, that of a context manager's

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from evenly.batchwide import Shard, Surroundings, in_shard
+from evenly.batchwide import Shard, ThreadState, in_shard
 from evenly.ends import resident
 from evenly.explain import guesses_named, name_shard
 from evenly.phases import phase
@@ -98,12 +98,12 @@ class Call:
         """
         team = self.team
         call, base = team.reserve(1), team.reserve(NUMBERS_PER_CALL)
-        surroundings = Surroundings()
+        before = ThreadState()
         try:
             with team.nothing_half_done(call, base, NUMBERS_PER_CALL):
                 return self._run(joiner, call, base, graph=graph)
         except BaseException:  # see [Note: cut off] in batchwide.py
-            surroundings.restore_all()
+            before.restore_all()
             raise
 
     def _run(self, joiner: Callable[..., Join], call: int, base: int, *, graph: bool) -> tuple[Join, Reverse | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -41,17 +42,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
+    loss = partial(F.cross_entropy, input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     reduction = _reduction(size_average, reduce, reduction)
-    over_rows = reduction == "mean" and input.dim() > 1
-    total = F.cross_entropy(
-        input,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction="sum" if over_rows else reduction,
-        label_smoothing=label_smoothing,
-    )
-    return mean(total, _weight_of(target, input.shape[1], weight, ignore_index, total.dtype)) if over_rows else total
+    return _over_targets(mean, loss, reduction, input, target, weight, ignore_index)
 
 
 def _nll_loss(
@@ -64,10 +57,9 @@ def _nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
+    loss = partial(F.nll_loss, input, target, weight, ignore_index=ignore_index)
     reduction = _reduction(size_average, reduce, reduction)
-    over_rows = reduction == "mean" and input.dim() > 1
-    total = F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction="sum" if over_rows else reduction)
-    return mean(total, _weight_of(target, input.shape[1], weight, ignore_index, total.dtype)) if over_rows else total
+    return _over_targets(mean, loss, reduction, input, target, weight, ignore_index)
 
 
 def _linear_cross_entropy(
@@ -81,20 +73,37 @@ def _linear_cross_entropy(
     ignore_index: int | None = None,
     **options: Any,
 ) -> Tensor:
-    over_rows = _reduction(None, None, reduction) == "mean" and input.dim() > 1
-    total: Tensor = cast("Any", F).linear_cross_entropy(
+    loss = partial(
+        cast("Any", F).linear_cross_entropy,
         input,
         linear_weight,
         target,
         weight=weight,
-        reduction="sum" if over_rows else reduction,
         ignore_index=ignore_index,
         **options,
     )
-    if not over_rows:
-        return total
     ignored = -100 if ignore_index is None else ignore_index
-    return mean(total, _weight_of(target, linear_weight.shape[0], weight, ignored, total.dtype))
+    reduction = _reduction(None, None, reduction)
+    return _over_targets(mean, loss, reduction, input, target, weight, ignored, classes=linear_weight.shape[0])
+
+
+def _over_targets(
+    mean: Mean,
+    loss: Callable[..., Tensor],
+    reduction: str,
+    input: Tensor,  # noqa: A002 - as in F.cross_entropy
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    *,
+    classes: int | None = None,
+) -> Tensor:
+    """A loss in a given reduction; its mean, if there are rows, is over what the targets of the whole batch weigh."""
+    if reduction != "mean" or input.dim() < 2:  # noqa: PLR2004 - a single row without its dimension
+        return loss(reduction=reduction)
+    total = loss(reduction="sum")
+    classes = input.shape[1] if classes is None else classes
+    return mean(total, _weight_of(target, classes, weight, ignore_index, total.dtype))
 
 
 def _weight_of(target: Tensor, classes: int, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from evenly.batchwide import Surroundings, in_shard
+from evenly.batchwide import ThreadState, in_shard
 from evenly.ends import End, OfInput, OfParameter, resident
 from evenly.explain import name_rows
 from evenly.phases import phase
@@ -22,6 +22,7 @@ from evenly.sharded import ShardedTensor, plain
 from evenly.team.context import shared_cores, threads_per_replica
 from evenly.team.exchange import ExchangeError
 from evenly.team.execution import GRADIENTS_FROM, Graph, backward, differentiate
+from evenly.team.holding import SPARSE
 from evenly.team.protocol import Command, encode, receive_tensor, wire_form
 from evenly.team.shipping import unpack
 from evenly.team.values import Handle, fetch_from
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 NUMBERS_PER_CALL = 1 << 16
 """Values that one call may make, counted by position; numbers cost nothing."""
-_SPARSE = 2
 
 
 class Reverse:
@@ -91,7 +91,7 @@ class Reverse:
         base = team.reserve(NUMBERS_PER_CALL)
         second = team.reserve(1) if again else 0
         team.tell_released()
-        surroundings = Surroundings()
+        before = ThreadState()
         try:
             with team.nothing_half_done(0 if keep else remote.call, base, NUMBERS_PER_CALL):
                 with phase("backward: send gradients"):
@@ -111,7 +111,7 @@ class Reverse:
                 if mine.second is not None:
                     found.reverse = self._reverse_of(inputs, mine, replies, second)
         except BaseException:  # see [Note: cut off] in batchwide.py
-            surroundings.restore_all()
+            before.restore_all()
             raise
         return found
 
@@ -208,7 +208,7 @@ class Reverse:
         for reply in replies:
             sparse = iter(reply.sparse)
             for position, present in enumerate(reply.present):
-                if present == _SPARSE:
+                if present == SPARSE:
                     before, addend = total[position], next(sparse)
                     total[position] = addend if before is None else before + addend
         return total

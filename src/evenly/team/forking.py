@@ -24,7 +24,7 @@ import types
 import warnings
 from typing import Any, NoReturn
 
-from evenly.team.nursery import SWITCH, Nursery, adopt, open_process
+from evenly.team.nursery import SWITCH, Nursery, adopt, open_process, process_status
 
 _HEAP_BYTES = 512 << 20
 """A fresh import of torch has some 150 MiB of its own; a program with much more has loaded data."""
@@ -175,11 +175,7 @@ def _has_devices() -> bool:
 
 
 def _heap_bytes() -> int:
-    with open("/proc/self/status", "rb") as file:  # noqa: PTH123
-        for line in file:
-            if line.startswith(b"RssAnon:"):
-                return int(line.split()[1]) << 10
-    return 0
+    return int(process_status("RssAnon") or "0") << 10
 
 
 # ---------------------------------------------------------------------- after

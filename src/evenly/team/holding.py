@@ -33,11 +33,12 @@ class Laid(NamedTuple):
     @classmethod
     def of(cls, gradients: Sequence[Tensor | None]) -> Laid:
         """What is said of ``gradients``, the dense ones of which are laid."""
-        present = bytes([0 if grad is None else 1 if grad.layout is torch.strided else _SPARSE for grad in gradients])
+        present = bytes([0 if grad is None else 1 if grad.layout is torch.strided else SPARSE for grad in gradients])
         return cls(present, [grad for grad in gradients if not (grad is None or is_dense(grad))])
 
 
-_SPARSE = 2
+SPARSE = 2
+"""What is said of a gradient that is there, and not laid: see :class:`Laid`."""
 _LARGE_BYTES = 1 << 20
 """Gradients from here on are taken as they come. A hook costs some 10 us, far less than computing such a gradient."""
 

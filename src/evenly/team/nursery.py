@@ -184,11 +184,16 @@ def _absolute(entry: str) -> str:
 
 def _umask() -> int:
     """The mask of new files' permissions, which can be asked for only by changing it, for all threads."""
-    with open("/proc/self/status", "rb") as file:  # noqa: PTH123
+    return int(process_status("Umask") or "-1", 8)
+
+
+def process_status(name: str) -> str:
+    """The first word of what the system says of this process under a name; empty if it says nothing."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123
         for line in file:
-            if line.startswith(b"Umask:"):
-                return int(line.split()[1], 8)
-    return -1
+            if line.startswith(f"{name}:"):
+                return line.split()[1]
+    return ""
 
 
 def _early_variables() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from evenly.batchwide import PROBE_RUNS, Shard, Surroundings, in_shard, probed
+from evenly.batchwide import PROBE_RUNS, Shard, ThreadState, in_shard, probed
 from evenly.team import errors, protocol
 from evenly.team.answer import RemoteTensor, apart, outline
 from evenly.team.buffers import Buffers
@@ -83,7 +83,7 @@ class Replica:
 
     def loop(self) -> None:
         """Carry out commands until told to stop."""
-        surroundings = Surroundings()
+        before = ThreadState()
         while True:
             command, *arguments = decode(self.channel.receive())
             if command == Command.STOP:
@@ -100,7 +100,7 @@ class Replica:
                 raise
             except BaseException as error:
                 self._in_users_code = False
-                surroundings.restore_all()  # see [Note: cut off] in batchwide.py
+                before.restore_all()  # see [Note: cut off] in batchwide.py
                 failure = errors.describe(error)
                 # The traceback holds the frames, and they hold the tensors of the failed step.
                 del error
