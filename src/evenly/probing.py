@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,11 @@ from evenly.joining import Join, Joiner, agree
 from evenly.outputs import Constant, Mean, OutputRule, PackedRows, Rows, SampleList, Sum, Unknown, override_rules
 from evenly.packed import layout_of
 from evenly.parts import Packed
-from evenly.probe import NOT_FINITE, infer_rules, rules_from_shapes
-from evenly.structure import Tree, flatten
+from evenly.probe import NOT_FINITE, rules_from_shapes
+from evenly.structure import flatten
 from evenly.team.answer import Answer, RemotePacked, RemoteTensor
-from evenly.team.context import capture, probing_context
-from evenly.team.errors import ReplicaDied
-from evenly.team.protocol import DTYPE_NUMBER, Command, encode, receive_tensor, wire_forms
-from evenly.team.shipping import pack, unpack
 from evenly.team.values import peek
+from evenly.trials import Found, Trials
 
 if TYPE_CHECKING:
     from evenly.batch import SplitPlan
@@ -37,24 +34,6 @@ _FEW_ROWS = (3, 2)
 _MOST_KNOWN = 256
 """Kinds of calls to remember; a model that is called in ever new ways is probed again now and then."""
 _LONGEST_OPTION = 32
-_LARGEST_COPY = 1 << 28
-"""Bytes of parameters that may be copied for a probe in another precision."""
-
-_Found = tuple[list[OutputRule], Tree]
-
-
-class _Way(NamedTuple):
-    """How to run a probe.
-
-    Attributes:
-        training: As the module is, rather than in eval mode.
-        autocast: As the caller says, rather than without.
-        dtype: Instead of the module's own.
-    """
-
-    training: bool
-    autocast: bool
-    dtype: torch.dtype | None = None
 
 
 class Outputs:
@@ -69,7 +48,8 @@ class Outputs:
         self.model = model
         self.out_dims = out_dims
         self.scalar_outputs = scalar_outputs
-        self._known: dict[Hashable, _Found] = {}
+        self._trials = Trials(model)
+        self._known: dict[Hashable, Found] = {}
         self._silent: set[Hashable] = set()
         """Calls of which no probe told anything."""
         self._usual: dict[Hashable, Divisors] = {}
@@ -123,7 +103,7 @@ class Outputs:
         joiner = Joiner(self.model.team, plan.rows, shape, rules, self.model.leaf_ids, packed, given)
         return joiner.join(output, answers, base)
 
-    def _holds(self, found: _Found, output: Any, answers: Sequence[Answer], base: int) -> bool:
+    def _holds(self, found: Found, output: Any, answers: Sequence[Answer], base: int) -> bool:
         """Whether what is known can still be true: what was the same for all rows so far must be so again."""
         rules, tree = found
         if not any(map(_may_change, rules)):
@@ -147,7 +127,7 @@ class Outputs:
                 return False
         return True
 
-    def _find(self, key: Hashable, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> _Found:
+    def _find(self, key: Hashable, plan: SplitPlan, output: Any, answers: Sequence[Answer]) -> Found:
         """Probe, and remember what fits; where no probe does, this call's shapes have to tell."""
         if len(self._known) + len(self._silent) > _MOST_KNOWN:
             self._known.clear()
@@ -155,7 +135,7 @@ class Outputs:
             self._cleared.clear()
             self._usual.clear()
         outputs = [output, *(_as_meta(answer.output) for answer in answers)]
-        second: _Found | None = None
+        second: Found | None = None
         for found, whole, proven in self._probes(plan) if key not in self._silent else ():
             if not _fits(found, whole, outputs, plan.rows):
                 continue
@@ -174,7 +154,7 @@ class Outputs:
             self._known[key] = found
         return found
 
-    def _probes(self, plan: SplitPlan) -> Iterator[tuple[_Found, Any, bool]]:
+    def _probes(self, plan: SplitPlan) -> Iterator[tuple[Found, Any, bool]]:
         """Probe in several ways, the likeliest to tell first; the caller takes the first that does.
 
         Yields:
@@ -187,36 +167,31 @@ class Outputs:
         counts = [_FEW_ROWS] if size <= sum(_FEW_ROWS) else [_FEW_ROWS, (size // 2 + 1, size - size // 2 - 1)]
         refuted = False
         for rows in counts:
-            for way in self._ways():
+            for way in self._trials.ways():
                 if refuted and way.training != mode:
                     continue
-                try:
-                    whole, part_a, part_b, again, _ = self._run(plan, _repeated(plan, sum(rows)), rows, way)
-                    found = infer_rules(whole, part_a, part_b, rows, again=again)
-                except (ReplicaDied, SumsPerRowError):
-                    raise
-                except Exception:  # noqa: S112 - a model that needs more rows, say: then shapes have to tell
+                tried = self._trials.run(plan, _repeated(plan, sum(rows)), rows, way)
+                if tried is None:
                     continue
-                unruled = any(isinstance(rule, Unknown) and not rule.candidates for rule in found[0])
-                proven = unruled and way.training == mode and _same(whole, again)
+                unruled = any(isinstance(rule, Unknown) and not rule.candidates for rule in tried.found[0])
+                proven = unruled and way.training == mode and tried.repeats
                 refuted = refuted or proven
-                yield found, whole, proven
+                yield tried.found, tried.whole, proven
 
-    def _probe_finite(self, plan: SplitPlan, outputs: Sequence[Any], found: _Found) -> _Found:
+    def _probe_finite(self, plan: SplitPlan, outputs: Sequence[Any], found: Found) -> Found:
         """Learn from rows made finite what those of this call do not tell: their loss is infinite, or not a number.
 
         It is not remembered, because a mean over labels looks like one over rows once none of them is ignored.
         """
-        for way in self._ways():
+        for way in self._trials.ways():
             try:
-                chosen = _repeated(plan, sum(_FEW_ROWS))
-                whole, part_a, part_b, again, _ = self._run(plan, chosen, _FEW_ROWS, way, finite=True)
-                rules, tree = infer_rules(whole, part_a, part_b, _FEW_ROWS, again=again)
-            except ReplicaDied:
-                raise
-            except Exception:  # noqa: S112 - it may not like these rows
+                tried = self._trials.run(plan, _repeated(plan, sum(_FEW_ROWS)), _FEW_ROWS, way, finite=True)
+            except SumsPerRowError:
                 continue
-            if _fits((rules, tree), whole, outputs, plan.rows) and len(rules) == len(found[0]):
+            if tried is None:
+                continue
+            rules, tree = tried.found
+            if _fits(tried.found, tried.whole, outputs, plan.rows) and len(rules) == len(found[0]):
                 unclear = [isinstance(rule, Unknown) and rule.reason == NOT_FINITE for rule in found[0]]
                 return [
                     new if is_unclear else old for old, new, is_unclear in zip(found[0], rules, unclear, strict=True)
@@ -237,66 +212,19 @@ class Outputs:
             first *= 2  # a probe needs parts of different sizes
         counts = (len(first), len(second))
         refuted = places[0]
-        for way in self._ways():
-            try:
-                whole, part_a, part_b, again, divisors = self._run(plan, first + second, counts, way)
-                found, _ = infer_rules(whole, part_a, part_b, counts, again=again)
-            except (ReplicaDied, SumsPerRowError):
-                raise
-            except Exception:  # noqa: S112 - it may not like these rows
+        for way in self._trials.ways():
+            tried = self._trials.run(plan, first + second, counts, way)
+            if tried is None:
                 continue
+            found, _ = tried.found
             broken = [place for place in places if len(found) != len(rules) or not _still(rules[place], found[place])]
             if broken:
                 refuted = broken[0]
-                if way.training == self.model.module.training and _same(whole, again):
+                if way.training == self.model.module.training and tried.repeats:
                     return refuted
-            elif any(suspect.line == doubt.line for suspect in suspects(divisors[1:3], counts, usual)):
+            elif any(suspect.line == doubt.line for suspect in suspects(tried.divisors[1:3], counts, usual)):
                 return None
         return refuted
-
-    def _ways(self) -> list[_Way]:
-        """How to probe, the likeliest to tell first.
-
-        In the mode of the call before eval mode, where nothing is random; without autocast, whose rounding hides what
-        is a sum; in the model's own precision, or a higher one where that is too coarse to tell.
-        """
-        modes = (True, False) if self.model.module.training else (False,)
-        floating = {leaf.dtype for leaf in self.model.leaves if leaf.is_floating_point()}
-        coarse = bool(floating & {torch.float16, torch.bfloat16})
-        own = [_Way(training, autocast=False) for training in modes]
-        ways = [*own]
-        if sum(leaf.numel() * leaf.element_size() for leaf in self.model.leaves) <= _LARGEST_COPY:
-            precise = [way._replace(dtype=torch.float32 if coarse else torch.float64) for way in own]
-            ways = [*precise, *own] if coarse else [*own, *precise]
-        if torch.is_autocast_enabled("cpu"):
-            ways += [way._replace(autocast=True) for way in own]
-        return ways
-
-    def _run(
-        self, plan: SplitPlan, rows: list[int], counts: tuple[int, int], way: _Way, *, finite: bool = False
-    ) -> list[Any]:
-        """Run a probe on some rows in two parts: four outputs, and the divisors of the four runs."""
-        team = self.model.team
-        first = counts[0]
-        calls = [plan.select(chosen) for chosen in (rows, rows[:first], rows[first:], rows)]
-        if finite:
-            calls = _made_finite(calls)
-        parcel = pack(calls, name="(args, kwargs)")
-        specs, data = wire_forms(parcel.tensors)
-        team.phase = "trying a few rows, to find out how the outputs depend on the batch"
-        context = probing_context(capture(team.size), autocast=way.autocast, dtype=way.dtype)
-        dtype = -1 if way.dtype is None else DTYPE_NUMBER[way.dtype]
-        header = (
-            int(Command.PROBE), self.model.number, context, way.training, dtype, self.model.sync_batchnorm, counts,
-            parcel.payload, specs,
-        )  # fmt: skip
-        self.model.probed()
-        team.ask(1, encode(header), data)
-        answer = team.answer(1)
-        if isinstance(answer, BaseException):
-            raise answer
-        payload, specs = answer
-        return unpack(payload, [receive_tensor(team.channel(1), spec) for spec in specs])
 
 
 def _repeated(plan: SplitPlan, count: int) -> list[int]:
@@ -335,21 +263,6 @@ def _as_meta(output: Any) -> Any:
     return tree.rebuild(made)
 
 
-def _made_finite(calls: Sequence[Any]) -> list[Any]:
-    """The same calls with one number for those that are not finite, and no negative labels, which are ignored."""
-    leaves, tree = flatten(calls, root="(args, kwargs)")
-    made: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            if leaf.is_floating_point():
-                made.append(leaf.detach().nan_to_num(0.5, 0.5, -0.5))
-            else:
-                made.append(leaf.clamp(min=0) if leaf.dtype.is_signed and not leaf.is_complex() else leaf)
-        else:
-            made.append(leaf)
-    return cast("list[Any]", tree.rebuild(made))
-
-
 def _may_change(rule: OutputRule) -> bool:
     """Whether a rule is a guess from a value that was the same for all rows seen."""
     return (
@@ -359,18 +272,7 @@ def _may_change(rule: OutputRule) -> bool:
     )
 
 
-def _same(output: Any, again: Any) -> bool:
-    """Whether two runs returned the same values."""
-    found, expected = (flatten(value, root="output")[0] for value in (output, again))
-    tensors = [isinstance(leaf, Tensor) for leaf in found]
-    if tensors != [isinstance(leaf, Tensor) for leaf in expected]:
-        return False
-    return all(
-        agree(*pair) for pair, is_tensor in zip(zip(found, expected, strict=True), tensors, strict=True) if is_tensor
-    )
-
-
-def _fits(found: _Found, whole: Any, outputs: Sequence[Any], rows: Sequence[int]) -> bool:
+def _fits(found: Found, whole: Any, outputs: Sequence[Any], rows: Sequence[int]) -> bool:
     """Whether what a probe found can be true of these outputs.
 
     It may be about other outputs: those of eval mode, say. Sizes beside the rows may differ, as with padding to the
