@@ -13,23 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import evenly
+from modules import Calls, rows
 from parity import REPLICAS, assert_same, compare, wrap
-
-
-class Calls(nn.Module):
-    """Runs a function of its layer and its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(self.layer, *args, **kwargs)
-
-
-def rows(count, *shape, seed=0):
-    return torch.randn(count, *(shape or (3,)), generator=torch.Generator().manual_seed(seed))
 
 
 def check(function, *args, replicas=REPLICAS, **kwargs):

@@ -6,29 +6,13 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from modules import Calls, rows
 from parity import REPLICAS, compare, wrap
 
 WHERE = {2: ["rows 0 to 2", "rows 3 to 4"], 3: ["rows 0 to 1", "rows 2 to 3", "row 4"]}
-
-
-class Calls(nn.Module):
-    """Runs a function of its layer and its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(self.layer, *args, **kwargs)
-
-
-def rows(count, *shape, seed=0):
-    return torch.randn(count, *(shape or (3,)), generator=torch.Generator().manual_seed(seed))
 
 
 def told(error):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from modules import Calls, rows
 from parity import assert_same, compare, wrap
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -28,22 +29,6 @@ class EasyDict(dict):
     __getattr__ = dict.__getitem__
 
 
-class Any_(nn.Module):  # noqa: N801
-    """Runs any function of its layer and its arguments."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(self.layer, *args, **kwargs)
-
-
-def rows(count, width=3, seed=0):
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-
-
 def check(function, *args, **kwargs):
     """The function's outputs and gradients, bare and wrapped."""
 
@@ -55,7 +40,7 @@ def check(function, *args, **kwargs):
             loss.backward()
         return output
 
-    assert_same(lambda: Any_(function), loop)
+    assert_same(lambda: Calls(function), loop)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 9])
@@ -69,7 +54,7 @@ def test_python_arguments_beside_batches_of_any_size(count, replicas):
         output.sum().backward()
         return output
 
-    assert_same(lambda: Any_(function), loop, replicas=[replicas])
+    assert_same(lambda: Calls(function), loop, replicas=[replicas])
 
 
 def test_an_empty_batch():
@@ -83,7 +68,7 @@ def test_a_tensor_of_one_row_beside_eight_is_given_whole():
 
 
 def test_a_tensor_of_another_size_is_refused_with_its_path_both_sizes_and_the_remedy():
-    model = wrap(Any_(lambda layer, x, mask: layer(x) * mask.sum()))
+    model = wrap(Calls(lambda layer, x, mask: layer(x) * mask.sum()))
     mask = torch.ones(5, 5)
     with pytest.raises(ValueError, match=r"args\[1\] has size 5 .*8 rows.*args\[0\].*replicate"):
         model(rows(8), mask)
@@ -103,7 +88,7 @@ def test_a_mask_is_given_whole_by_in_dims():
         output.sum().backward()
         return output
 
-    assert_same(lambda: Any_(function), loop, in_dims=(0, None))
+    assert_same(lambda: Calls(function), loop, in_dims=(0, None))
 
 
 def test_strings_and_lengths_beside_tensors():
@@ -187,7 +172,7 @@ def test_a_hidden_state_with_the_batch_in_its_second_dimension():
 
 
 def test_a_hidden_state_without_in_dims_is_refused():
-    model = wrap(Any_(lambda layer, x, h: layer(x)))
+    model = wrap(Calls(lambda layer, x, h: layer(x)))
     with pytest.raises(ValueError, match=r"args\[1\] has size 2 .*5 rows.*in_dims"):
         model(rows(5), torch.zeros(2, 5, 4))
 
@@ -198,7 +183,7 @@ def test_the_batch_in_another_dimension():
         output.sum().backward()
         return output
 
-    assert_same(lambda: Any_(lambda layer, x: layer(x)), loop, dim=1)
+    assert_same(lambda: Calls(lambda layer, x: layer(x)), loop, dim=1)
 
 
 def test_a_deque_that_forward_appends_to_is_the_drivers_own():
@@ -206,7 +191,7 @@ def test_a_deque_that_forward_appends_to_is_the_drivers_own():
         history.append(float(x.sum()))
         return layer(x)
 
-    model = wrap(Any_(function))
+    model = wrap(Calls(function))
     history = deque(maxlen=3)
     for _ in range(2):
         model(rows(5), history)
@@ -221,7 +206,7 @@ def test_an_input_that_requires_grad_gets_its_gradient():
         model(x, shared, unused).square().sum().backward()
         return x.grad, shared.grad, unused.grad
 
-    assert_same(lambda: Any_(lambda layer, x, shared, unused: layer(x * shared)), loop)
+    assert_same(lambda: Calls(lambda layer, x, shared, unused: layer(x * shared)), loop)
 
 
 def test_gradients_of_inputs_in_nested_containers():
@@ -230,7 +215,7 @@ def test_gradients_of_inputs_in_nested_containers():
         model(batch).square().mean().backward()
         return batch["deep"][0].grad, batch["deep"][1].left.grad
 
-    assert_same(lambda: Any_(lambda layer, batch: layer(batch["deep"][0] * batch["deep"][1].left)), loop)
+    assert_same(lambda: Calls(lambda layer, batch: layer(batch["deep"][0] * batch["deep"][1].left)), loop)
 
 
 def test_gradients_of_tensors_in_per_sample_dicts():
@@ -242,7 +227,7 @@ def test_gradients_of_tensors_in_per_sample_dicts():
     def function(layer, x, targets):
         return layer(x + torch.stack([target["box"].mean(0) for target in targets]))
 
-    assert_same(lambda: Any_(function), loop)
+    assert_same(lambda: Calls(function), loop)
 
 
 def test_one_tensor_given_twice():
@@ -251,7 +236,7 @@ def test_one_tensor_given_twice():
         model(x, x, y=x).sum().backward()
         return x.grad
 
-    assert_same(lambda: Any_(lambda layer, a, b, y: layer(a * b + y)), loop)
+    assert_same(lambda: Calls(lambda layer, a, b, y: layer(a * b + y)), loop)
 
 
 def test_an_argument_that_forward_changes_in_place():
@@ -267,7 +252,7 @@ def test_an_argument_that_forward_changes_in_place():
         output = model(x, items)
         return output, x, items
 
-    assert_same(lambda: Any_(function), loop)
+    assert_same(lambda: Calls(function), loop)
 
 
 def test_an_argument_given_whole_that_replicas_change_differently_is_refused():
@@ -275,7 +260,7 @@ def test_an_argument_given_whole_that_replicas_change_differently_is_refused():
         total += x.sum()
         return layer(x)
 
-    model = wrap(Any_(function))
+    model = wrap(Calls(function))
     with pytest.raises(ValueError, match=r"args\[1\] .*changed in place .*replica 1"):
         model(rows(5), torch.zeros(()))
 
@@ -285,7 +270,7 @@ def test_a_parameter_of_the_model_as_an_argument():
         weight = next(model.parameters())
         (model(rows(5), weight).sum() + weight.sum()).backward()
 
-    assert_same(lambda: Any_(lambda layer, x, weight: layer(x) + (x @ weight.t())), loop, in_dims=(0, None))
+    assert_same(lambda: Calls(lambda layer, x, weight: layer(x) + (x @ weight.t())), loop, in_dims=(0, None))
 
 
 def test_a_tensor_on_which_somebody_else_waits_for_a_gradient():
@@ -294,7 +279,7 @@ def test_a_tensor_on_which_somebody_else_waits_for_a_gradient():
         (model(source * 2).sum() + source.sum()).backward()
         return source.grad
 
-    assert_same(lambda: Any_(lambda layer, x: layer(x)), loop)
+    assert_same(lambda: Calls(lambda layer, x: layer(x)), loop)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float16, torch.complex64])
@@ -316,7 +301,7 @@ def test_samples_of_different_shapes():
         return layer(x) + torch.stack([image.mean() for image in images])[:, None]
 
     images = [torch.ones(2, i + 1) * i for i in range(5)]
-    check_samples = wrap(Any_(function))
+    check_samples = wrap(Calls(function))
     found = check_samples(rows(5), evenly.samples(images))
     compare(found, check_samples.module(rows(5), images))
 
@@ -327,5 +312,5 @@ def test_uneven_split():
         F.mse_loss(output, torch.ones(8, 2)).backward()
         return output
 
-    assert_same(lambda: Any_(lambda layer, x: layer(x)), loop, replicas=[2], split=[3, 1])
-    assert_same(lambda: Any_(lambda layer, x: layer(x)), loop, replicas=[3], split=[1, 5, 2])
+    assert_same(lambda: Calls(lambda layer, x: layer(x)), loop, replicas=[2], split=[3, 1])
+    assert_same(lambda: Calls(lambda layer, x: layer(x)), loop, replicas=[3], split=[1, 5, 2])

@@ -18,7 +18,7 @@ import torch
 
 import orders
 from evenly import DataParallel
-from orders import BOUND_SECONDS, Obedient, X, on, wait_for
+from orders import BOUND_SECONDS, Obedient, X, living, on, wait_for
 
 HEADER = """
 import evenly
@@ -45,18 +45,6 @@ def start(body, sign, **environment):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def living(processes):
-    """Those that have not ended; one that nobody has waited for yet has."""
-    found = []
-    for process in processes:
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def expect_gone(processes):

@@ -23,7 +23,7 @@ from evenly import DataParallel
 from evenly.team import group, groups, shutdown
 from evenly.team.errors import ReplicaDied, ReplicaError
 from footprint import Footprint, leaks_since
-from orders import BOUND_SECONDS, wait_for, when_exists
+from orders import BOUND_SECONDS, living, wait_for, when_exists
 from traps import Told, Trapped, X
 
 
@@ -148,15 +148,7 @@ def test_replicas_are_gone_soon_after_a_driver_is_killed_in_a_collective(when, t
         finally:
             driver.kill()
         assert len(replicas) == 2
-        wait_for(lambda: not any(map(runs, replicas)), BOUND_SECONDS)
-
-
-def runs(process):
-    """Whether a process still does something: who buries it, and when, is not our matter."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        wait_for(lambda: not living(replicas), BOUND_SECONDS)
 
 
 # ---------------------------------------------------------------------- nothing left, nothing open

@@ -10,29 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
+from modules import Forward, bare, rows
 from parity import assert_same, compare, training, wrap
-
-
-def rows(count, width=3, seed=0):
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-
-
-def bare(model):
-    return getattr(model, "module", model)
-
-
-class Forward(nn.Module):
-    """A layer, and a forward of the test's own, which is given the module."""
-
-    def __init__(self, forward, **attributes):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.run = forward
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, *args):
-        return self.run(self, *args)
 
 
 def step(model, *args, seed=0):
